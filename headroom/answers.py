@@ -1,5 +1,6 @@
-"""Answers: token events of the engine become text, thoughts and tool calls."""
+"""Turns the engine's token events into the thoughts, text and tool calls of answers."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,20 +23,28 @@ NO_TIME = Timings(queue_s=0.0, prefill_s=0.0, decode_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class AnswerToken:
-    """One token of an answer and its place in the answer's text."""
+    """One token of an answer, and where it begins in the answer's text."""
 
     id: int
     offset: int  # characters of the answer before this token
     logprobs: TokenLogprobs | None  # None if not asked for
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldToken:
+    """A token of which it is not known yet whether the answer's text shows it."""
+
+    token: AnswerToken
+    end: int  # characters of the answer up to its end; at least one more than its offset
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishDetails:
     """How long a model thought, and how its thought ended."""
 
-    close_kind: Literal["natural", "hard"]  # hard: the budget of thoughts ended it
-    thinking_tokens: int  # of the thought, its marks included
-    content_tokens: int  # all others, the token that ended the answer included
+    close_kind: Literal["natural", "hard"]  # hard: the thought budget ended it
+    thinking_tokens: int  # tokens of the thought, its marks included
+    content_tokens: int  # all other tokens, the one that ended the answer included
     total_tokens: int
 
 
@@ -43,31 +52,31 @@ class FinishDetails:
 class AnswerDelta:
     """What one token event adds to an answer; the last delta has a finish reason."""
 
-    index: int = 0  # which answer, if several are read together
-    text: str = ""  # empty for half a character, or for what may be the start of a stop text
-    thought: str = ""  # what the event adds to the model's reasoning
-    calls: tuple[CallDelta, ...] = ()  # what the event adds to tool calls
-    token: int | None = None  # the event's token, also if its text is hidden or held back
+    index: int = 0  # the answer's number, if several are read together
+    text: str = ""  # empty while a character is incomplete or a stop text may have begun
+    thought: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    token: int | None = None  # the event's token, even if its text is hidden or held back
     logprobs: TokenLogprobs | None = None  # of `token`, if asked for
-    shown_tokens: tuple[AnswerToken, ...] = ()  # tokens whose text has been given out by now
+    shown_tokens: tuple[AnswerToken, ...] = ()  # tokens whose text this delta completes
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first delta, if asked for
     finish_reason: FinishReason | None = None
     stop_text: str | None = None  # with the last delta, if a stop text ended the answer
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
     generated_tokens: int = 0  # so far
-    thought_tokens: int = 0  # so far: those of the generated tokens that are thoughts
+    thought_tokens: int = 0  # so far: the part of the generated tokens that is thought
     timings: Timings = NO_TIME  # up to this delta
     finish_details: FinishDetails | None = None  # with the last delta, if the model can think
 
     @property
     def is_empty(self) -> bool:
-        """Whether the delta has neither a token nor anything for a reader."""
-        return self.token is None and self.finish_reason is None and not self.adds
+        """Whether the delta has no token, ends nothing and shows nothing."""
+        return self.token is None and self.finish_reason is None and not self.shows
 
     @property
-    def adds(self) -> bool:
-        """Whether the delta adds anything that a reader could see."""
+    def shows(self) -> bool:
+        """Whether the delta has anything that a client can see."""
         parts = self.text or self.thought or self.calls
         return bool(parts or self.shown_tokens or self.prompt_logprobs)
 
@@ -81,22 +90,22 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     token_ids: tuple[int, ...]  # with the token that ended the answer, if one did
     finish_reason: FinishReason
-    stop_text: str | None = None  # that ended the answer
+    stop_text: str | None = None  # the stop text that ended the answer, if one did
     prompt_tokens: int
     generated_tokens: int
-    thought_tokens: int  # those of the generated tokens that are thoughts
+    thought_tokens: int  # the part of the generated tokens that is thought
     logprobs: tuple[TokenLogprobs, ...]  # one per token id, if asked for
-    shown_tokens: tuple[AnswerToken, ...]  # the tokens that `text` shows
+    shown_tokens: tuple[AnswerToken, ...]  # the tokens of `text`
     prompt_logprobs: tuple[TokenLogprobs | None, ...]  # one per prompt token, if asked for
     timings: Timings
     finish_details: FinishDetails | None = None  # None if the model cannot think
 
 
 class AnswerReader:
-    """Turns the token events of one request into text.
+    """Turns the token events of one request into deltas of its answer.
 
-    The reader hides the token that ends an answer. It also looks for stop texts, which the engine
-    does not know: at the first one the answer ends, and the reader cancels the request.
+    The reader hides the token that ends an answer. It also looks for stop texts, of which the
+    engine knows nothing: at the first one it ends the answer and cancels the request.
     """
 
     def __init__(
@@ -115,8 +124,9 @@ class AnswerReader:
         continues = parser is None or parser.begun
         continues = continues and not all(map(tokenizer.is_control, request.prompt))
         self._text = AnswerText(tokenizer, request.params.stop, self._parser, continues=continues)
-        self._held: list[AnswerToken] = []  # tokens whose text is not given out yet
-        # The last delta of an answer that a stop text ended, until the engine reports its experts.
+        self._held: deque[_HeldToken] = deque()  # tokens whose text is not shown yet
+        # The last delta of an answer that a stop text ended, kept until the engine's last event
+        # reports what the experts cost.
         self._last: AnswerDelta | None = None
 
     def read(self, event: TokenEvent) -> AnswerDelta:
@@ -143,13 +153,11 @@ class AnswerReader:
 
     def _add(self, event: TokenEvent) -> AnswerDelta:
         parts = AnswerParts()
-        # The token that ends an answer is no part of its text, control token or not.
+        # The token that ends an answer is not a part of its text, control token or not.
         if event.token is not None and event.finish_reason != "stop":
             token = AnswerToken(event.token, self._text.decoded, event.logprobs)
-            thought_tokens = self._text.thought_tokens
             parts = self._text.push(event.token)
-            if self._text.thought_tokens == thought_tokens:  # no text shows tokens of thoughts
-                self._held.append(token)
+            self._held.append(_HeldToken(token, end=max(token.offset + 1, self._text.decoded)))
         if event.finish_reason is not None:
             parts += self._text.finish()
         reason: FinishReason | None = "stop" if self._text.stopped else event.finish_reason
@@ -186,15 +194,24 @@ class AnswerReader:
         )
 
     def _release(self, *, all_held: bool) -> tuple[AnswerToken, ...]:
-        """Return the held tokens whose text has been given out, and hold them no longer."""
-        ready = 0
-        while ready < len(self._held) and (all_held or self._held[ready].offset < self._text.shown):
-            ready += 1
-        released, self._held = self._held[:ready], self._held[ready:]
+        """Return the held tokens whose text has been shown; drop those of thoughts and calls."""
+        released, text = [], self._text
+        while self._held:
+            held = self._held[0]
+            start = held.token.offset
+            is_shown = text.is_text(start, held.end)
+            if not all_held and not (start < text.shown and (is_shown or held.end <= text.shown)):
+                break
+            self._held.popleft()
+            if is_shown:
+                released.append(held.token)
         return tuple(released)
 
     def _end_with_experts(self, last: AnswerDelta, event: TokenEvent) -> AnswerDelta:
-        """Return the answer's last delta once the engine's last event reports the experts' cost."""
+        """Return the answer's last delta at the engine's last event, else an empty delta.
+
+        The engine's last event reports what the experts cost, which the last delta must have.
+        """
         if event.finish_reason is None:
             return AnswerDelta(index=self._index)
         experts = event.timings.experts if event.timings is not None else None

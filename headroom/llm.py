@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,21 +23,25 @@ from headroom.engine.request import (
     TokenConstraint,
     TokenEvent,
     new_seed,
+    with_defaults,
 )
 from headroom.errors import HeadroomError, ModelError, RequestError
+from headroom.experts.taps import RouterTap
 from headroom.families.files import find_weights, open_checkpoint
+from headroom.formats.aliases import with_aliases
 from headroom.formats.checkpoint import Checkpoint
-from headroom.formats.hub import ALIASES, KNOWN_MODELS
+from headroom.formats.hub import KNOWN_MODELS, SHORT_NAMES
 from headroom.formats.pooling import find_pooling
-from headroom.formats.sampling import SamplingDefaults, with_defaults
+from headroom.formats.sampling import SamplingDefaults
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
+from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.choice import NOTHING_LOADED, make_run_plan
 from headroom.split.expert_records import read_records
-from headroom.split.launch import LoadProgress, start_pipeline
+from headroom.split.launch import start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
@@ -67,21 +71,25 @@ log = logging.getLogger(__name__)
 
 PromptInput = str | Sequence[int]  # text, or token ids
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
-SEED_BITS = 53  # of a drawn seed; JavaScript's numbers hold as many exactly
+SETTINGS = frozenset(setting.name for setting in fields(SamplingParams))
+SEED_BITS = 53  # of a random seed: JavaScript's numbers hold that many exactly
 AnswerStream = Generator["AnswerDelta", None, None]  # `close()` ends the answer early
 
 
 def open_engine(
     model: ModelDescription,  # what `describe` read of a checkpoint: family, settings, sizes
     options: Options,
-    progress: LoadProgress = lambda done, total: None,
+    progress: LoadProgress = ignore_progress,
     *,
     measuring: bool = False,  # a benchmark: routing statistics are not saved, experts stay in place
     memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside other loaded models
+    tap: RouterTap | None = None,  # records or replaces the picks of all routers
 ) -> "OpenedModel":
-    """Go the whole path from a described checkpoint to an engine that takes requests."""
+    """Plan and load a described checkpoint, and return it with an engine that takes requests."""
     started = time.perf_counter()
-    records = read_records(model, options, measuring=measuring)  # which experts earlier runs chose
+    records = read_records(  # which experts earlier runs chose
+        model.checkpoint, model.shape, options, measuring=measuring
+    )
     plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
     _log_plan(plan)
     placement = find_placement(  # which routed experts are hot
@@ -90,10 +98,10 @@ def open_engine(
     plan = placed_plan(plan, placement)
     limit_memory(plan, options.device_memory)
     planning_s = time.perf_counter() - started
-    pipeline = start_pipeline(plan, model, progress, placement)  # weights on devices
+    pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
     upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)  # requests in, tokens out
-    return OpenedModel(engine, pipeline, plan, model.shape, planning_s)
+    return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +113,7 @@ class OpenedModel:
     plan: Plan
     shape: ModelShape
     planning_s: float  # seconds before the first weight was loaded
+    tap: RouterTap | None = None  # what records or replaces the picks of all routers
 
     @property
     def device(self) -> str:
@@ -124,15 +133,15 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation that is ready for the engine, and how its answers are limited and read."""
+    """The prompt of a conversation, and how its answers are limited and parsed."""
 
     tokens: tuple[int, ...]
     reasoning: Reasoning | None  # None: the model writes no thoughts
     in_thought: bool  # the prompt ends inside a thought
-    tools: tuple[Tool, ...] = ()  # that the answer may call
+    tools: tuple[Tool, ...] = ()  # the tools that the answer may call
     tool_format: ToolFormat | None = None  # how the model writes calls
-    limits: AnswerLimits | None = None  # None: nothing is limited
-    continues: bool = False  # the prompt ends with the first words of the answer's text
+    limits: AnswerLimits | None = None  # None: any token may come
+    continues: bool = False  # the prompt ends with the beginning of the answer's text
     keep: Callable[[WrittenAnswer], None] | None = None  # remembers an answer that has calls
 
     def new_parser(self) -> AnswerParser:
@@ -147,12 +156,12 @@ class ChatPrompt:
         )
 
     def new_constraint(self, max_tokens: int | None = None) -> TokenConstraint | None:
-        """Return the limits of one answer of at most so many tokens; None if any token may come."""
+        """Return the limits of one answer of at most `max_tokens`; None if any token may come."""
         return None if self.limits is None else self.limits.begin(max_tokens)
 
 
 class LLM:
-    """A model ready to answer; keyword settings have the names of the fields of `Options`."""
+    """A loaded model; keyword settings are the fields of `Options`."""
 
     def __init__(
         self,
@@ -160,12 +169,13 @@ class LLM:
         *,
         options: Options | None = None,
         path: Path | None = None,  # where the model is, if the caller has found it already
-        progress: LoadProgress = lambda done, total: None,
+        progress: LoadProgress = ignore_progress,
         memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside loaded models
+        tap: RouterTap | None = None,  # records or replaces the picks of all routers
         **settings: object,
     ) -> None:
         if options is None:
-            options = load_options({**settings, "model": model or None})
+            options = with_aliases(load_options({**settings, "model": model or None}))
             warn_unknown_variables()
         path = path or find_weights(options.model, options.home_path)
         checkpoint = open_checkpoint(path)
@@ -176,69 +186,49 @@ class LLM:
         self.tokenizer, self.template = self.abilities.tokenizer, self.abilities.template
         self.reasoning, self.tool_format = self.abilities.reasoning, self.abilities.tool_format
         self.sampling_defaults = _sampling_defaults(checkpoint)
-        self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: the model fills no gaps
+        self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: cannot fill in the middle
         self.tool_memory = ToolMemory()
-        self._chats: ChatRenderer | None = None  # None: the model has no chat template
+        self._renderer: ChatRenderer | None = None  # None: the model has no chat template
         if self.template is not None:
-            self._chats = ChatRenderer(
+            self._renderer = ChatRenderer(
                 self.template, self.tokenizer, self.tool_format, self.reasoning, self.tool_memory
             )
         described = describe(checkpoint)  # headers only; no weight is read
-        opened = open_engine(described, options, progress, memory_left=memory_left)
+        opened = open_engine(described, options, progress, memory_left=memory_left, tap=tap)
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
-        self.hidden_size = opened.shape.hidden  # values of a vector
+        self.hidden_size = opened.shape.hidden  # values of an embedding vector
         self.pooling = find_pooling(checkpoint)
 
     @property
     def default_sampling(self) -> Mapping[str, Any]:
-        """The model's own sampling settings: fields of SamplingParams that a caller may omit."""
+        """The model's own sampling settings, for what a caller leaves out of SamplingParams."""
         return self.sampling_defaults.settings
 
     def sampling(self, **settings: Any) -> SamplingParams:
-        """Return sampling settings; where `settings` say nothing, the model's own defaults."""
+        """Return `settings` as sampling parameters, with the model's defaults for the others."""
         given = {"seed": new_seed(SEED_BITS), **settings}
         return SamplingParams(**with_defaults(self.default_sampling, given))
 
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Return the token ids of a conversation, with the chat template's start of an answer."""
-        return self.tokenizer.encode(self._render(messages, tools=tools, **variables))
-
-    def _render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        if self.template is None:
-            raise self._no_template()
-        return self.template.render(messages, tools=tools, **variables)
-
-    def _no_template(self) -> ModelError:
-        return ModelError(
-            f"{self.name} has no chat template.",
-            hint="Give a plain prompt: run --raw, generate(), or /v1/completions.",
-        )
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the prompt of a conversation as token ids; the answer follows it."""
+        return list(self.prepare_chat(Conversation(messages=messages)).tokens)
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
-        """Return a conversation as token ids, with the limits and the parser of its answers."""
+        """Return the prompt of a conversation, with the limits and the parser of its answers."""
+        if self._renderer is None:
+            raise ModelError(
+                f"{self.name} has no chat template.",
+                hint="Give a plain prompt: run --raw, generate(), or /v1/completions.",
+            )
         variables = dict(chat.template_variables)
         chat = replace(chat, thinking=resolve_effort(chat.thinking))
         if chat.thinking.enabled is not None:
             variables["enable_thinking"] = chat.thinking.enabled
         tools = () if chat.tool_choice.mode == "none" else chat.tools
-        if self._chats is None:
-            raise self._no_template()
-        rendered = self._chats.render(
+        rendered = self._renderer.render(
             chat.messages, tools=tools, continues=chat.continues, variables=variables
         )
         opened = self.reasoning is not None and self.reasoning.is_open(rendered.text)
@@ -254,14 +244,14 @@ class LLM:
             room=self.context - len(tokens),
         )
         return ChatPrompt(
-            tokens,
-            self.reasoning,
-            opened,
-            tools,
-            self.tool_format,
-            limits,
-            chat.continues,
-            self.tool_memory.keeper(rendered.text),
+            tokens=tokens,
+            reasoning=self.reasoning,
+            in_thought=opened,
+            tools=tools,
+            tool_format=self.tool_format,
+            limits=limits,
+            continues=chat.continues,
+            keep=self.tool_memory.keeper(rendered.text),
         )
 
     def request(
@@ -270,7 +260,7 @@ class LLM:
         params: SamplingParams,
         constraint: TokenConstraint | None = None,
     ) -> GenerationRequest:
-        """Return a request of token ids for the engine, with a new id."""
+        """Return an engine request with a new id for a prompt of token ids."""
         return GenerationRequest(
             id=uuid.uuid4().hex,
             prompt=tuple(prompt),
@@ -284,26 +274,26 @@ class LLM:
     ) -> list[Completion]:
         """Continue one or several prompts, without a chat template; several run together.
 
-        The prompts share a seed, and each has a draw of its own, so that answers to equal prompts
-        differ. Without `params` the model's own sampling settings hold.
+        All answers use one seed but different draws, so that answers to equal prompts differ.
+        Without `params` the model's own sampling settings hold.
 
-        `params.max_tokens` is not a promise: if prompt and answer would not fit the context, the
-        answer ends where the context ends, with finish reason "length", and a log line says so. A
-        prompt that leaves no room for an answer raises ContextLengthError.
+        If a prompt and `params.max_tokens` do not fit the context, the answer ends where the
+        context ends, with finish reason "length", and a log line says so. A prompt that leaves no
+        room for an answer raises ContextLengthError.
         """
         params = params or self.sampling()
         running: deque[AnswerStream] = deque()
         done: list[Completion] = []
         try:
             for draw, prompt in enumerate(_prompt_list(prompts)):
-                # A prompt that the engine's queue cannot hold waits for the oldest of ours to end.
+                # The engine's queue is full: wait until our oldest prompt is answered.
                 if len(running) >= self.engine.capacity:
                     done.append(join_deltas(list(running.popleft())))
                 running.append(self.stream(prompt, replace(params, draw=params.draw + draw)))
             return done + [join_deltas(list(deltas)) for deltas in running]
         finally:
             for deltas in running:
-                deltas.close()  # after an error in one answer the others are not read
+                deltas.close()  # ends the other answers after an error in one
 
     def chat(
         self,
@@ -311,14 +301,14 @@ class LLM:
         params: SamplingParams | None = None,
         **more: Any,
     ) -> Completion:
-        """Answer a conversation; `stream_chat` says what may be given besides the messages."""
+        """Answer a conversation; `stream_chat` describes the other arguments."""
         return join_deltas(list(self.stream_chat(messages, params, **more)))
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AnswerStream:
-        """Continue a prompt; the engine begins at once and stops if the iterator is closed.
+        """Continue a prompt, delta by delta; closing the iterator ends the answer early.
 
-        If prompt and `params.max_tokens` do not fit the context, the answer ends where the context
-        ends, as with `generate`.
+        The engine begins at once. If prompt and `params.max_tokens` do not fit the context, the
+        answer ends where the context ends, as with `generate`.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return self._start(self.request(ids, params or self.sampling()), None)
@@ -337,12 +327,18 @@ class LLM:
     ) -> AnswerStream:
         """Answer a conversation, delta by delta; its length is limited as with `generate`.
 
-        `tools` are `Tool`s or OpenAI's objects; the answer's `tool_calls` name them. The answer's
-        text is JSON that matches `schema`, or matches `output_format`. `thinking` turns thoughts on
-        or off, or limits them. Further `variables` go to the chat template. A whole `Conversation`
-        says all of this itself.
+        `tools` are `Tool`s, or objects as in OpenAI's API. With `schema` the answer's text is JSON
+        that matches the schema; with `output_format` it matches that format. `thinking` turns
+        thoughts on or off, or limits them. Further `variables` go to the chat template. If
+        `messages` is a `Conversation`, all of this stands in it, and these arguments are ignored.
         """
         if not isinstance(messages, Conversation):
+            for name in sorted(SETTINGS & variables.keys()):
+                raise RequestError(
+                    f"{name} is a sampling setting, not a variable of a chat template.",
+                    hint=f"Give it as SamplingParams({name}=...).",
+                    param=name,
+                )
             if schema is not None:
                 output_format = OutputFormat(kind="json_schema", value=schema)
             if not isinstance(tool_choice, ToolChoice):
@@ -368,15 +364,16 @@ class LLM:
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         self.engine.submit(request, events.put)
         deltas = self._deltas(request, events, parser)
-        next(deltas)  # enters its `try`, so that closing it cancels even before the first token
+        # Enter the generator's `try`: from now on `close()` cancels the request.
+        next(deltas)
         return deltas
 
     def embedding_request(self, text: PromptInput) -> GenerationRequest:
-        """Return the engine's request for the vector of a text."""
+        """Return the engine request for the embedding vector of a text."""
         if self.pooling not in ("mean", "last"):
             raise ModelError(
-                f"The files of {self.name} ask for vectors of the kind {self.pooling!r}.",
-                hint="Vectors can be the mean of all tokens' states, or the last token's.",
+                f"The files of {self.name} ask for pooling of the kind {self.pooling!r}.",
+                hint="headroom supports mean pooling and last-token pooling.",
             )
         ids = self.tokenizer.encode_whole(text) if isinstance(text, str) else text
         return replace(self.request(ids, SamplingParams()), pooling=self.pooling)
@@ -384,9 +381,9 @@ class LLM:
     def embed(
         self, texts: PromptInput | Sequence[PromptInput], dimensions: int | None = None
     ) -> list[Vector]:
-        """Return a vector of length 1 for each text, of which the engine runs several together.
+        """Return an embedding vector of length 1 for each text; several texts run together.
 
-        With `dimensions`, a vector has only its first values, scaled to length 1 again.
+        With `dimensions`, vectors are cut to their first values and scaled to length 1 again.
         """
         check_dimensions(dimensions, self.hidden_size)
         requests = deque(self.embedding_request(text) for text in _prompt_list(texts))
@@ -402,7 +399,7 @@ class LLM:
                 event = events.get()
                 running.discard(event.request_id)
                 if event.vector is None:
-                    raise HeadroomError(f"The engine failed: {event.error or event.finish_reason}.")
+                    raise _engine_error(event.error or event.finish_reason)
                 vectors[event.request_id] = shaped(event.vector, dimensions)
         finally:
             for request_id in running:
@@ -410,7 +407,7 @@ class LLM:
         return [vectors[request_id] for request_id in order]
 
     def close(self) -> None:
-        """End all requests and the engine's thread."""
+        """Cancel all requests and stop the engine's thread."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -432,11 +429,11 @@ class LLM:
     ) -> AnswerStream:
         try:
             reader = AnswerReader(request, self.tokenizer, self.engine, parser=parser)
-            yield AnswerDelta()  # taken by `stream`
+            yield AnswerDelta()  # `_start` takes it
             while True:
                 delta = reader.read(events.get())
                 if delta.finish_reason == "error":
-                    raise HeadroomError(f"The engine failed: {delta.error}.")
+                    raise _engine_error(delta.error)
                 if not delta.is_empty:
                     yield delta
                 if delta.finish_reason is not None:
@@ -446,11 +443,15 @@ class LLM:
 
 
 def model_name(model: str, path: Path) -> str:
-    """Return the short name that the server lists: a known model's, or the name of the file."""
-    known = ALIASES.get(model.lower(), model.lower())
+    """Return the short name of a model: a known model's own, or the name of its file or folder."""
+    known = SHORT_NAMES.get(model.lower(), model.lower())
     if known in KNOWN_MODELS:
         return known
     return (path.stem if path.is_file() else path.name).lower()
+
+
+def _engine_error(reason: str | None) -> HeadroomError:
+    return HeadroomError(f"The engine failed: {(reason or 'unknown').rstrip('.')}.")
 
 
 def _prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
@@ -462,13 +463,13 @@ def _prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInp
 
 
 def _sampling_defaults(checkpoint: Checkpoint) -> SamplingDefaults:
-    """Return the sampling settings that the model's files recommend, or refuse wrong ones."""
+    """Return the sampling settings of the model's files; refuse those out of range."""
     try:
         SamplingParams(**checkpoint.sampling.settings)  # type: ignore[arg-type]
     except RequestError as error:
         raise ModelError(
             f"{checkpoint.path}: {error.message}",
-            hint=f"It stands in {checkpoint.sampling.source}.",
+            hint=f"Correct it in {checkpoint.sampling.source}.",
         ) from error
     return checkpoint.sampling
 

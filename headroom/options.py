@@ -18,7 +18,7 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
-SWAP_WINDOW = 8192  # exchanges of experts are planned by the choices of about so many last tokens
+SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
 OFF = "off"  # a value that some settings take instead of a path or a number
 BOOLEANS = {
     "1": True, "true": True, "yes": True, "on": True,
@@ -93,19 +93,28 @@ class Options:
     swap_every: str = option(
         "0", "tokens between rounds of expert exchanges; 0: only between requests; off: never"
     )
-    swap_bytes: str = option("256MiB", "most bytes that a round of exchanges copies over the link")
+    swap_bytes: str = option(
+        "256MiB", "maximum bytes that a round of exchanges sends over the link"
+    )
     swap_min_gain: float = option(
         16.0, f"hits in the last {SWAP_WINDOW} tokens that an exchange must gain", minimum=0
     )
-    swap_per_layer: int = option(2, "most exchanges of one layer in a round", minimum=1)
+    swap_false_chance: float = option(
+        0.001,
+        "maximum chance that a round makes an exchange although all experts are chosen equally "
+        "often; 1: exchanges need no proof",
+        minimum=0,
+        maximum=1,
+    )
+    swap_per_layer: int = option(2, "maximum exchanges of one layer in a round", minimum=1)
     save_placement: str | None = option(
         None, "file that the placement of experts is written to when the engine ends"
     )
     device_memory: str | None = option(
-        None, "most memory that the engine takes of each GPU, as in 12GiB (default: all)"
+        None, "maximum memory that the engine takes of each GPU, as in 12GiB (default: all)"
     )
     expert_budget: str | None = option(
-        None, "most GPU memory for routed experts, as in 8GiB or 60% of them"
+        None, "maximum GPU memory for routed experts, as in 8GiB or 60% of them"
     )
     cold: str = option(
         "auto",
@@ -116,6 +125,12 @@ class Options:
         False, "do not pin the memory of cold experts; the GPU cannot read them then"
     )
     keep_host_copy: bool = option(False, "keep a copy of hot experts in host memory")
+    expert_policy: str = option(
+        "auto",
+        "how experts change places while tokens are generated: lru, spare (lru that spares experts "
+        "used often), counts, or static for none; auto measures which is best",
+        choices=("auto", "static", "lru", "spare", "counts"),
+    )
     placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     draft: str | None = option(None, "draft model for speculative decoding", group="plan")
@@ -146,12 +161,40 @@ class Options:
     )
     host: str = option("127.0.0.1", "address to listen on", group="server")
     port: int = option(8080, "port to listen on", group="server", minimum=0, maximum=65535)
+    max_connections: int = option(
+        1024,
+        "connections that may be open; further clients get 503, but for /health",
+        group="server",
+        minimum=1,
+    )
+    drain: float = option(
+        8.0,
+        "seconds that running requests have to end when the server is told to stop",
+        group="server",
+        minimum=0,
+    )
     api_key: str | None = option(
         None, "key that clients must send as a bearer token", group="server"
     )
-    cors: str | None = option(
-        None, "origin that browsers may call from (* for any)", group="server"
+    api_keys: str | None = option(
+        None, "TOML file of several keys, with their names and limits", group="server"
     )
+    allow_host: str | None = option(
+        None,
+        "further name that the server answers to (* for any)",
+        group="server",
+        repeatable=True,
+    )
+    cors: str | None = option(
+        None,
+        "origin whose pages may use the server (* for any)",
+        group="server",
+        repeatable=True,
+    )
+    tls_cert: str | None = option(
+        None, "file of the certificate for HTTPS, with its chain (PEM)", group="server"
+    )
+    tls_key: str | None = option(None, "file of the certificate's key (PEM)", group="server")
     served_name: str | None = option(
         None, "name under which the server lists the model", group="server"
     )
@@ -179,10 +222,13 @@ class Options:
         minimum=0,
     )
     stored_bytes: str = option(
-        "256MiB", "most bytes of the responses that are kept", group="server"
+        "256MiB", "maximum bytes of all responses that are kept", group="server"
     )
-    max_body: int = option(8 << 20, "most bytes of a request body", group="server", minimum=1024)
+    max_body: int = option(8 << 20, "maximum bytes of a request body", group="server", minimum=1024)
     home: str = option("", "folder of pulled models (default: ~/.cache/headroom)", group="program")
+    aliases: str = option(
+        "", "file of aliases (default: ~/.config/headroom/aliases.json)", group="program"
+    )
     log_level: str = option(
         "info",
         "lowest log level that is shown",
@@ -202,6 +248,17 @@ class Options:
         except RuntimeError as error:  # neither $HOME nor the user database names one
             raise OptionError(
                 "There is no home folder for pulled models.", hint="Set --home or HEADROOM_HOME."
+            ) from error
+
+    @property
+    def aliases_path(self) -> Path:
+        """The file of aliases, in the folder for settings of programs."""
+        folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        try:
+            return Path(self.aliases or f"{folder}/headroom/aliases.json").expanduser()
+        except RuntimeError as error:  # neither $HOME nor the user database names one
+            raise OptionError(
+                "There is no home folder for aliases.", hint="Set --aliases or HEADROOM_ALIASES."
             ) from error
 
 
@@ -253,6 +310,14 @@ def warn_unknown_variables() -> None:
             nearest = get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
             log.warning("options: %s is ignored, since there is no such setting%s", name, hint)
+
+
+def completed_words() -> list[str]:
+    """Return the words after the program's name that a shell wants completed; else none."""
+    if "_HEADROOM_COMPLETE" not in os.environ:
+        return []
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -63,6 +63,14 @@ def _logs_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _no_aliases_by_chance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Let names of models mean the same whatever aliases the user has."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
+
+
+@pytest.fixture(autouse=True)
 def _no_gpu_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests run on the CPU unless they name a device, whatever machine they run on."""
     monkeypatch.setattr("headroom.split.choice.detect_gpus", list)

@@ -7,7 +7,7 @@ import torch
 
 from headroom.engine.request import SamplingParams
 from headroom.kernels.cuda.sampler import Tables, allocate_tables
-from headroom.kernels.cuda.sampler_tables import SETTINGS
+from headroom.kernels.cuda.sampler_tables import SAMPLER_SETTINGS
 from headroom.layers.draws import TokenMask
 
 HISTORY = [3, 3, 5, 7, 11, 3, 96, 96, 2] * 40
@@ -45,7 +45,7 @@ def tables_of(cases: Sequence[SamplingParams], history: Sequence[int] = HISTORY)
     """The settings of some requests that have the same history, in host memory."""
     tables = allocate_tables(len(cases), "cpu")
     for row, params in enumerate(cases):
-        for name in SETTINGS:
+        for name in SAMPLER_SETTINGS:
             getattr(tables, name)[row] = getattr(params, name)
         tables.position[row] = len(history)
         recent = history[-params.penalty_window :] if params.penalty_window else history

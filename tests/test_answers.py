@@ -8,12 +8,21 @@ import pytest
 
 from headroom.answers import AnswerDelta, AnswerReader, join_deltas
 from headroom.engine.engine import Engine
-from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.engine.request import (
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    TopToken,
+)
 from headroom.text.answer_parser import AnswerParser
+from headroom.text.conversation import Tool
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
+from headroom.text.tool_formats import find_tool_format
 from tests.server.fakes import BOS, EOS, TIMINGS, FakeTokenizer
 from tests.text.small_vocabularies import sentencepiece_vocabulary
+from tests.text.tool_models import tool_template, tool_tokenizer
 
 
 class QuietEngine:
@@ -150,7 +159,7 @@ def test_the_end_at_a_stop_text_waits_for_what_the_experts_cost() -> None:
 
 
 def test_a_whole_answer_has_everything_that_its_deltas_had() -> None:
-    logprobs = [TokenLogprobs(-0.5, ((1, -0.1),)), TokenLogprobs(-0.25, ())]
+    logprobs = [TokenLogprobs(-0.5, (TopToken(1, -0.1),)), TokenLogprobs(-0.25, ())]
     reader = make_reader(QuietEngine())
     of_prompt = (None, TokenLogprobs(-2.0, ()))
     deltas = [
@@ -188,6 +197,46 @@ def test_tokens_of_thoughts_are_counted_with_their_marks() -> None:
     assert (answer.thought_tokens, answer.generated_tokens) == (len("Hm.</think>"), len(text))
     assert deltas[1].thought_tokens == 2
     assert bytes(token.id for token in answer.shown_tokens) == b"Four."
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("Four.", "Four."),
+        (' I look. \n<tool_call>{"name": "now"}</tool_call>\n', " I look."),
+        ('<tool_call>{"name": "now"}</tool_call> Done. <b>', "Done. <b>"),
+        ('<tool_call>{"name": "then"}</tool_call>', '<tool_call>{"name": "then"}</tool_call>'),
+        ("<tool_call>", "<tool_call>"),
+        ('é <tool_call>{"name": "now", "arguments": {"a": [1', "é1"),
+    ],
+)
+def test_only_tokens_of_the_text_are_shown(answer: str, text: str, thinks: bool) -> None:
+    marks = Reasoning(start="<think>", end="</think>", start_id=1, end_id=2, opened=False)
+    model = tool_tokenizer("qwen3")
+    form = find_tool_format(model, tool_template("qwen3"))
+    tools = [Tool(name="now")]
+    written = f"Hm, {answer} </think>\n\n{answer}" if thinks else answer
+    text = text.lstrip() if thinks else text
+    for tokenizer in (model, cast(Tokenizer, FakeTokenizer())):
+        tokens = tokenizer.encode(written, add_bos=False)
+        reader = AnswerReader(
+            GenerationRequest(id="a", prompt=(1,), params=SamplingParams(), stop_ids=frozenset()),
+            tokenizer,
+            cast(Engine, QuietEngine()),
+            parser=AnswerParser(
+                marks if thinks else None, in_thought=thinks, tools=tools, format=form
+            ),
+        )
+        whole = join_deltas(
+            [
+                reader.read(token_event(token, count, "length" if count == len(tokens) else None))
+                for count, token in enumerate(tokens, start=1)
+            ]
+        )
+        assert whole.text == text
+        shown = b"".join(tokenizer.token_bytes(token.id) for token in whole.shown_tokens)
+        assert shown.decode() == text
 
 
 def test_a_continuation_keeps_the_first_blank_and_a_turn_of_a_chat_drops_it() -> None:

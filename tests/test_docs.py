@@ -16,7 +16,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OTHER_FLAGS = {
     *("--folder", "--seconds", "--flags", "--sm", "--models", "--full", "--card"),
     *("--strict", "--check", "--editable", "--dist", "--build"),
-    *("--help", "--debug"),
+    *("--help", "--debug", "--install-completion", "--show-completion"),
+    *("--target", "--tag", "--init", "--gpus", "--time", "--rm", "--profile", "--now"),
+    *("--no-deps", "--wheel-dir"),
 }
 LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
 BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from

@@ -1,10 +1,13 @@
 """The Python API: prompts in, text out."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from headroom import LLM, HeadroomError, Options, SamplingParams
 from headroom.errors import ModelError, OptionError, RequestError
@@ -49,6 +52,36 @@ def test_chat_goes_through_the_models_template(llm: LLM) -> None:
     assert "".join(piece.text for piece in llm.stream_chat(MESSAGES, GREEDY)) == (
         llm.chat(MESSAGES, GREEDY).text
     )
+
+
+def test_a_sampling_setting_among_the_variables_of_a_chat_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="max_tokens is a sampling setting") as caught:
+        llm.chat(MESSAGES, max_tokens=5)
+    assert "SamplingParams(max_tokens=...)" in caught.value.hint
+
+
+ENDLESS = """
+import sys
+from headroom import LLM, SamplingParams
+llm = LLM(sys.argv[1], context=512, threads=1)
+stream = llm.stream("abc", SamplingParams(ignore_eos=True))
+next(stream)
+print("one token")
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit(3)"])
+def test_a_program_may_end_without_closing_a_model_that_answers(
+    tiny_path: Path, ending: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDLESS + ending, str(tiny_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == (3 if ending else 0), done.stderr
+    assert done.stdout == "one token\n"
 
 
 def test_more_prompts_than_the_queue_holds_are_all_answered(tiny_path: Path) -> None:
@@ -184,7 +217,7 @@ def test_a_tool_that_must_be_called_is_called_and_replayed(tmp_path: Path) -> No
         (call,) = answer.tool_calls
         assert call.name == "weather"
         assert json.loads(call.arguments)["day"] in ("today", "tomorrow")
-        with pytest.raises(RequestError, match="not an object with a function's name"):
+        with pytest.raises(RequestError, match="not an object with the name of a function"):
             llm.chat(MESSAGES, tools=[{"type": "function"}])
         before = llm.prepare_chat(
             Conversation(messages=MESSAGES, tools=(Tool(**tool["function"]),))
@@ -202,3 +235,19 @@ def test_a_tool_that_must_be_called_is_called_and_replayed(tmp_path: Path) -> No
         after = llm.prepare_chat(Conversation(messages=history, tools=(Tool(**tool["function"]),)))
         start = (*before.tokens, *answer.token_ids)
         assert after.tokens[: len(start)] == start
+
+
+def test_weights_that_are_not_numbers_end_an_answer_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = random_model(llama_config(tie_word_embeddings=False))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    path = save_safetensors(model, tmp_path / "broken")
+    with LLM(str(path), context=64, threads=1) as llm, pytest.raises(HeadroomError) as raised:
+        llm.generate("abc", SamplingParams(max_tokens=2))
+    assert str(raised.value).startswith(
+        "The engine failed: The model computed logits that are not finite: the largest is nan."
+    )
+    assert not str(raised.value).endswith("..")
+    assert not any(record.exc_info for record in caplog.records), "no traceback for a broken file"

@@ -232,3 +232,30 @@ def test_a_thought_without_a_budget_is_not_limited(llm: LLM) -> None:
     done = answers(llm, [prompt], [SamplingParams(seed=1, max_tokens=20, ignore_eos=True)])[0]
     assert done.finish_details is not None
     assert done.finish_details.close_kind == "natural"
+
+
+def test_a_begun_answer_and_its_rest_match_the_schema_together(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [12, True, None]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    begins = ["{", '{"a"', '{"a": t', '{"a": null, "b": true}']
+    prompts = [
+        llm.prepare_chat(
+            Conversation(
+                messages=[
+                    {"role": "user", "content": "Go."},
+                    {"role": "assistant", "content": begun},
+                ],
+                output_format=OutputFormat(kind="json_schema", value=schema),
+                continues=True,
+            )
+        )
+        for begun in begins
+    ]
+    params = [SamplingParams(seed=seed, max_tokens=MOST) for seed in range(len(begins))]
+    for begun, said in zip(begins, answers(llm, prompts, params), strict=True):
+        assert said.finish_reason == "stop"
+        jsonschema.validate(json.loads(begun + said.text), schema)

@@ -20,11 +20,11 @@ from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
 
 PEERS = ("llama-bench",)
-TIMEOUT_S = 3600.0
+PEER_TIMEOUT_S = 3600.0
 Rows = dict[int, dict[str, Any]]  # rows of llama-bench's JSON, by tokens of prompt or context
 # llama-bench's cache type for ours, if not equal: f16 is as wide as bf16 and its fastest type; it
 # has no f32.
-CACHE_TYPES = {"bf16": "f16", "f32": "f16"}
+PEER_CACHE_TYPES = {"bf16": "f16", "f32": "f16"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -69,7 +69,7 @@ def setup_peer(plan: Plan, shape: ModelShape, options: Options) -> PeerSetup:
             "of every layer"
         )
     wanted = settings.k_type, settings.v_type
-    keys, values = (CACHE_TYPES.get(name, name) for name in wanted)
+    keys, values = (PEER_CACHE_TYPES.get(name, name) for name in wanted)
     if "f32" in wanted:
         notes.append("llama-bench has its cache in f16, where ours is f32, which it does not take")
     flags += ["-t", str(settings.threads), "-fa", "1", "-ctk", keys, "-ctv", values]
@@ -166,7 +166,7 @@ class LlamaBench:
         command = [str(self.program), *arguments]
         try:
             done = subprocess.run(
-                command, capture_output=True, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S,
+                command, capture_output=True, stdin=subprocess.DEVNULL, timeout=PEER_TIMEOUT_S,
                 check=False, env=setup.environment,
             )  # fmt: skip
         except OSError as error:
@@ -177,7 +177,7 @@ class LlamaBench:
             ) from error
         except subprocess.TimeoutExpired as error:
             raise HeadroomError(
-                f"{self.program} took more than {TIMEOUT_S:.0f} s.", hint="Measure less."
+                f"{self.program} took more than {PEER_TIMEOUT_S:.0f} s.", hint="Measure less."
             ) from error
         # The output repeats file names, which may hold any bytes; the figures do not need them.
         printed, errors = (text.decode(errors="replace") for text in (done.stdout, done.stderr))

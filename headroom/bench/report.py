@@ -18,6 +18,7 @@ from headroom.bench.figures import (
 )
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
+from headroom.experts.trace_stats import TraceStats
 from headroom.plan.plan import Plan
 from headroom.plan.show.report import plan_json
 
@@ -30,6 +31,21 @@ NOTES = (
     "the limit is the bandwidth over the bytes of a step: weights, the experts that its rows are "
     "expected to visit by the choices counted in this run, cache, and state read and written",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ImposedRouting:
+    """The routing trace whose picks replaced those of the routers."""
+
+    file: str
+    source: str  # what it was recorded from, or how it was made
+    stats: TraceStats
+    device_bytes: int  # of the device, beside the plan
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the trace and its statistics as JSON."""
+        head = {"file": self.file, "source": self.source, "device_bytes": self.device_bytes}
+        return head | asdict(self.stats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +61,7 @@ class Report:
     bandwidth: Bandwidth
     memory: dict[str, Any]
     experts: ExpertReport | None = None  # None: the model has no routed experts
+    imposed: ImposedRouting | None = None  # None: the routers chose
     peer: tuple[PeerRun, ...] = ()
     peer_notes: tuple[str, ...] = ()  # how its run differed from ours
 
@@ -82,6 +99,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
         "experts": None if report.experts is None else report.experts.as_json(),
+        "routing_trace": None if report.imposed is None else report.imposed.as_json(),
         "left_out": figures.left_out,
         "notes": list(NOTES),
         "plan": plan_json(report.plan),

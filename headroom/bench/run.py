@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from headroom.bench.peer import (
     setup_peer,
     unlike_note,
 )
-from headroom.bench.report import Report
+from headroom.bench.report import ImposedRouting, Report
 from headroom.bench.resources import (
     cold_bandwidths,
     device_facts,
@@ -32,6 +31,9 @@ from headroom.bench.resources import (
 from headroom.bench.schema import SchemaBench
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, PlanError
+from headroom.experts.taps import ImposedTrace, traced_layers
+from headroom.experts.trace import RoutingTrace, check_shape, load_trace
+from headroom.experts.trace_stats import trace_stats
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.llm import OpenedModel, open_engine
@@ -40,13 +42,11 @@ from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
+from headroom.progress import LoadProgress, LoadStep, StepCounter, StepReport, ignore_steps
 from headroom.split.choice import make_run_plan
-from headroom.split.launch import LoadProgress
 from headroom.text.tokenizer import Tokenizer
 
 CPU_CHUNK = 512  # prompt tokens in one step on a CPU
-
-Say = Callable[[str], None]  # shows the user what is being done
 
 
 def run_bench(
@@ -55,36 +55,59 @@ def run_bench(
     settings: BenchSettings,
     *,
     peer: LlamaBench | None = None,
-    say: Say = lambda text: None,
+    routing_trace: Path | None = None,
+    report: StepReport = ignore_steps,
 ) -> Report:
-    """Measure a model; `say` is called with what is being done."""
+    """Measure a model; `report` is told what is being done.
+
+    The picks of `routing_trace` replace those of the routers.
+    """
+    steps = StepCounter(count_steps(settings, peer is not None), report)
     if peer is not None:
         check_comparable(path)
     checkpoint = open_checkpoint(path)
     model = describe(checkpoint)
     shape = model.shape
+    trace = None if routing_trace is None else load_trace(routing_trace)
+    if trace is not None and routing_trace is not None:
+        check_shape(trace, traced_layers(shape), routing_trace)
     options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
     # The peer runs before our model is loaded and again after it is freed.
     if peer is not None:
         setup = setup_peer(plan, shape, options)
-        say("llama-bench, first time")
+        steps.begin("llama-bench, first time")
         first = peer.run(path, setup, settings)
-    say("loading")
+    steps.begin("loading")
     start_counting(plan.devices[0].name)
     started = time.perf_counter()
-    opened = open_engine(model, options, _show_percent(say), measuring=True)
+    tap = None if trace is None else ImposedTrace(trace)
+    opened = open_engine(model, options, _show_percent(steps), measuring=True, tap=tap)
     total_s = time.perf_counter() - started
     loading = Loading(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
-        report = _measure(path, checkpoint, opened, loading, settings, say)
+        measured = _measure(path, checkpoint, opened, loading, settings, steps)
     finally:
         opened.engine.close()
     del opened
+    if tap is not None and trace is not None and routing_trace is not None:
+        measured = replace(measured, imposed=_imposed(routing_trace, trace, tap))
     if peer is None:
-        return report
+        return measured
     _free()
-    say("llama-bench, second time")
-    return _compared(report, peer, setup, first)
+    steps.begin("llama-bench, second time")
+    return _compared(measured, peer, setup, first)
+
+
+def count_steps(settings: BenchSettings, peer: bool) -> int:
+    """Return the number of steps that a benchmark reports."""
+    counts = {
+        "prompts": len(settings.prompts),
+        "decode": len(settings.contexts),
+        "verify": 1,
+        "parts": 1,
+    }
+    steps = 2 + sum(counts[kind] for kind in settings.only)  # loading, bandwidth
+    return steps + (settings.schema is not None) + (2 if peer else 0)
 
 
 def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun) -> Report:
@@ -98,6 +121,8 @@ def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun
     notes = list(setup.notes)
     if unlike := unlike_note(first, report.plan.devices[0].name):
         notes.append(unlike)
+    if report.imposed is not None:
+        notes.append("llama-bench takes no routing trace: its routers chose")
     return replace(report, peer=tuple(runs), peer_notes=tuple(notes))
 
 
@@ -148,25 +173,28 @@ def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> O
     return replace(options, chunk=chunk, parallel=parallel, context=context)
 
 
+def _imposed(path: Path, trace: RoutingTrace, tap: ImposedTrace) -> ImposedRouting:
+    return ImposedRouting(path.name, trace.source, trace_stats(trace), tap.nbytes)
+
+
 def _measure(
     path: Path,
     checkpoint: Checkpoint,
     opened: OpenedModel,
     loading: Loading,
     settings: BenchSettings,
-    say: Say,
+    steps: StepCounter,
 ) -> Report:
-    say("prompts and answers")
-    figures = SpeedBench(opened, settings).run()
+    figures = SpeedBench(opened, settings, steps).run()
     if settings.schema is not None:
-        say("answers under a schema")
+        steps.begin("answers under a schema")
         SchemaBench(opened, settings, Tokenizer.from_checkpoint(checkpoint), figures).run()
     memory = memory_use(opened)  # before the profiler takes some
     lift_limit(opened.device)
     upkeep = opened.engine.upkeep  # may be called here, since no request runs
     totals = None if upkeep is None else upkeep.read()
     if "parts" in settings.only:
-        say("parts of a step")
+        steps.begin("parts of a step")
         try:
             measure_parts(opened, figures, settings)
         except (
@@ -174,7 +202,7 @@ def _measure(
             RuntimeError,
         ) as error:  # of the profiler
             figures.left_out.append(f"parts: {error}")
-    say("bandwidth")
+    steps.begin("bandwidth")
     locations = find_locations(opened)
     experts = None
     if locations is not None and totals is not None:
@@ -192,12 +220,11 @@ def _measure(
     )
 
 
-def _show_percent(say: Say) -> LoadProgress:
-    """Return a function that shows the percentage of weights loaded, then the step after them."""
+def _show_percent(steps: StepCounter) -> LoadProgress:
+    """Return a function that tells the percentage of weights loaded, then of captured steps."""
 
-    def show(done: int, total: int) -> None:
-        loaded = f"loading, {100 * done // max(total, 1)} %"
-        say(loaded if done < total else "starting: kernels are compiled, steps captured")
+    def show(done: int, total: int, step: LoadStep = "loading") -> None:
+        steps.tell(f"{step}, {100 * done // max(total, 1)} %")
 
     return show
 

@@ -16,12 +16,14 @@ from headroom.bench.workload import (
     ConcurrentRequests,
     DecodeMeasurement,
     TimedRequest,
+    move_trace,
     random_prompt,
     step_seconds,
 )
 from headroom.engine.request import SamplingParams
 from headroom.llm import OpenedModel
 from headroom.plan.cost_model import token_operations
+from headroom.progress import StepCounter
 from headroom.units import counted
 
 SHORT_PROMPT = 128  # tokens of a prompt that only estimates how long others would take
@@ -30,8 +32,9 @@ SHORT_PROMPT = 128  # tokens of a prompt that only estimates how long others wou
 class SpeedBench:
     """Measures one loaded model; a figure that cannot be measured is left out with a reason."""
 
-    def __init__(self, opened: OpenedModel, settings: BenchSettings) -> None:
+    def __init__(self, opened: OpenedModel, settings: BenchSettings, steps: StepCounter) -> None:
         self._opened = opened
+        self._steps = steps
         self._settings = settings
         self._plan = opened.plan.settings
         self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
@@ -43,11 +46,14 @@ class SpeedBench:
         only = self._settings.only
         if "prompts" in only:
             for tokens in self._settings.prompts:
+                self._steps.begin(f"prompt of {tokens} tokens")
                 self._prompt(tokens)
         if "decode" in only:
             for context in self._settings.contexts:
+                self._steps.begin(f"answers after {context} tokens")
                 self._decode(context)
         if "verify" in only and self.figures.decodes:
+            self._steps.begin("a verify step")
             self._verify(self.figures.decodes[0])
         return self.figures
 
@@ -76,6 +82,7 @@ class SpeedBench:
         answer.submit()
         answer.wait(1)
         answer.end()
+        move_trace(self._opened, tokens)
         assert answer.last is not None
         assert answer.last.timings is not None
         return answer.last.timings.prefill_s
@@ -139,6 +146,8 @@ class SpeedBench:
                 measured.append((batch, decoded))
         finally:
             requests.close()
+        written = self._settings.warm + self._settings.tokens
+        move_trace(self._opened, context + len(batches) * written)
         rates = self._visit_rates(before)
         return [self._figure(context, *one, rates) for one in measured]
 

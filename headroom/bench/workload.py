@@ -16,6 +16,7 @@ from headroom.engine.request import GenerationRequest, SamplingParams, TokenCons
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as RunningSequence
 from headroom.errors import HeadroomError
+from headroom.experts.taps import ImposedTrace
 from headroom.layers.batch import Batch
 from headroom.llm import OpenedModel
 from headroom.plan.settings import pages_for
@@ -170,6 +171,15 @@ class ConcurrentRequests:
         self.shrink(0)
 
 
+def move_trace(opened: OpenedModel, tokens: int) -> None:
+    """Let what is measured next begin so many tokens later in the routing trace, if one is imposed.
+
+    A cache of experts would hold what the same tokens chose a moment ago.
+    """
+    if isinstance(opened.tap, ImposedTrace):
+        opened.tap.move(tokens)
+
+
 def step_seconds(opened: OpenedModel, context: int, *, batch: int = 1, rows: int = 1) -> float:
     """Return the mean time in seconds of steps in which each sequence has `rows` new tokens.
 
@@ -179,11 +189,13 @@ def step_seconds(opened: OpenedModel, context: int, *, batch: int = 1, rows: int
     with torch.inference_mode():
         for step in steps[:2]:
             _run(opened, step)
+            move_trace(opened, rows)
         _wait(opened)
         done, started = 0, time.perf_counter()
         while not done or (done < MOST_STEPS and time.perf_counter() - started < ENOUGH_S):
             for step in steps:
                 _run(opened, step)
+                move_trace(opened, rows)
             _wait(opened)
             done += len(steps)
     return (time.perf_counter() - started) / done
@@ -197,6 +209,7 @@ def run_steps(
     with torch.inference_mode():
         for turn in range(count):
             _run(opened, steps[turn % VARIANTS])
+            move_trace(opened, rows)
         _wait(opened)
 
 

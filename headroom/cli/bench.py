@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom.cli.loading import ready_model
+from headroom.cli.progress import step_bar
 from headroom.cli.settings import add_flags, with_settings
 from headroom.errors import KernelError, OptionError
 from headroom.options import Options
@@ -49,7 +50,7 @@ class BenchFlags:
     ] = None
     patience: Annotated[
         float | None,
-        typer.Option(help="most seconds for the prompts of a context (300)", min=0),
+        typer.Option(help="maximum seconds for the prompts of a context (300)", min=0),
     ] = None
     only: Annotated[
         str | None,
@@ -63,6 +64,12 @@ class BenchFlags:
     schema_file: Annotated[
         Path | None,
         typer.Option(help="a JSON schema to measure instead of the typical one", metavar="FILE"),
+    ] = None
+    routing_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="a routing trace whose choices replace those of the routers", metavar="FILE"
+        ),
     ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="short prompts and contexts, few tokens")
@@ -100,8 +107,10 @@ def bench(*, options: Options, **flags: Any) -> None:
     settings = bench_settings(given)
     peer = find_peer(*given.compare) if given.compare else None
     path = model_path(options)
-    with Console(stderr=True).status("planning") as status:
-        report = run_bench(path, options, settings, peer=peer, say=status.update)
+    with step_bar("planning") as show:
+        report = run_bench(
+            path, options, settings, peer=peer, routing_trace=given.routing_trace, report=show
+        )
     if given.as_json:
         print(json.dumps(report_json(report)))
         return

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import DecodeFigure, Loading, PartFigure, PromptFigure, VerifyFigure
-from headroom.bench.report import NOTES, Report
+from headroom.bench.report import NOTES, ImposedRouting, Report
 from headroom.layers.step_timing import STEP_PARTS
 from headroom.units import counted, gib
 
@@ -18,6 +18,8 @@ NAME_WIDTH = 40
 def report_tables(report: Report) -> Iterator[RenderableType]:
     """Yield the texts and tables of a report, for a terminal."""
     yield _head(report)
+    if report.imposed is not None:
+        yield _imposed_text(report.imposed)
     if report.figures.prompts:
         yield _prompt_table(report)
     if report.figures.decodes:
@@ -49,6 +51,14 @@ def _head(report: Report) -> str:
         f"{report.plan.model} on {device['name']} ({device['model']}), torch {device['torch']}, "
         f"products in {settings.compute_type}, cache {settings.k_type}/{settings.v_type}, "
         f"{_loading_text(report.loading)}; bandwidth {band.bytes_per_s / 1e9:.1f} GB/s ({band.how})"
+    )
+
+
+def _imposed_text(imposed: ImposedRouting) -> str:
+    stats = imposed.stats
+    return (
+        f"routing: imposed by {imposed.file} ({imposed.source}), {counted(stats.tokens, 'token')} "
+        f"in {counted(stats.sequences, 'sequence')}; {stats.summary()}"
     )
 
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from headroom.cli.progress import step_bar
 from headroom.cli.settings import with_settings
 from headroom.machine.calibration import Speeds, save_speeds, speeds_path
 from headroom.options import Options
@@ -18,10 +18,10 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Measure this machine's memory, links and arithmetic; plans then use what was found."""
-    with Console(stderr=True).status("measuring"):
+    with step_bar("starting") as show:
         from headroom.machine.measure import measure_machine  # torch: --help must not wait for it
 
-        speeds = measure_machine()
+        speeds = measure_machine(show)
     path = speeds_path(options.home_path)
     save_speeds(path, speeds)
     if as_json:

@@ -1,4 +1,4 @@
-"""`headroom doctor`: what this machine has, what works on it, and why other things do not."""
+"""`headroom doctor`: shows what this machine has, what headroom can use, and why not the rest."""
 
 import json
 import platform
@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom import __version__
+from headroom.cli.abilities import ability_facts, ability_texts
 from headroom.cli.doctor_gpus import Section, backend_text, gpu_texts, gpus, unseen
 from headroom.cli.settings import with_settings
 from headroom.errors import FormatError
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.hub import find_model
-from headroom.machine.calibration import load_speeds, speeds_path
+from headroom.machine.calibration import read_speeds, speeds_path
 from headroom.machine.cgroups import read_limits
 from headroom.machine.devices import DeviceSpec, detect_cpu, usable_cores
 from headroom.machine.gpus import detect_gpus
@@ -29,14 +30,14 @@ from headroom.units import counted, gib
 
 NEEDED = (
     "torch", "numpy", "tokenizers", "safetensors", "huggingface-hub", "jinja2", "llguidance",
-    "typer", "rich",
+    "typer", "rich", "prompt_toolkit",
 )  # fmt: skip
 EXTRAS = {
     "server": ("fastapi", "pydantic", "uvicorn", "prometheus-client"),
     "gpu": ("triton",),
 }
 BACKENDS = ("cuda", "triton", "native", "reference")
-# Instruction sets that decide how fast matrix products are; Linux's names for them.
+# Instruction sets that matter for the speed of matrix products, as Linux names them.
 INSTRUCTION_SETS = {
     "sse4_2", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl",
     "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16",
@@ -52,8 +53,8 @@ def doctor(
         bool, typer.Option("--kernels", help="run kernels of every family on each GPU")
     ] = False,
 ) -> None:
-    """Show what this machine has and what headroom can use of it; with MODEL, also about it."""
-    model = model_facts(options) if options.model else None
+    """Show what this machine has and what headroom can use; with MODEL, describe the model, too."""
+    model = model_section(options) if options.model else None
     with Console(stderr=True).status("GPUs") as shown:  # shown on a terminal only
         found = gpus(try_all=all_kernels, told=shown.update)
     report = {
@@ -77,7 +78,7 @@ def doctor(
 
 
 def versions() -> Section:
-    """Return the versions of headroom, Python and the packages; None where one is missing."""
+    """Return the versions of headroom, Python and the packages; None for a missing package."""
     extras = {name: extra for extra, names in EXTRAS.items() for name in names}
     return {
         "headroom": __version__,
@@ -89,7 +90,7 @@ def versions() -> Section:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of a package, or None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -97,7 +98,7 @@ def installed(package: str) -> str | None:
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Section:
-    """Return the processor, its instruction sets, and the limits of the control groups."""
+    """Return the processor, its instruction sets, and the limits of this process's cgroups."""
     try:
         rows = (row.partition(":") for row in cpuinfo.read_text().splitlines())
         facts = {key.strip(): value.strip() for key, _, value in rows}
@@ -112,7 +113,7 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Section:
 
 
 def device_row(device: DeviceSpec) -> Section:
-    """Return one device with the type it computes in, and why."""
+    """Return a device's memory, the type that it computes in, and why."""
     precision = device_precision(device)
     return {
         "name": device.name,
@@ -126,20 +127,20 @@ def device_row(device: DeviceSpec) -> Section:
 
 
 def calibration(home: Path, names: Sequence[str]) -> Section:
-    """Return when each device was measured; None if a different one was measured under its name."""
+    """Return when each device was measured; None if it was not, or if it was another GPU."""
     path = speeds_path(home)
     try:
-        speeds, problem = load_speeds(path), ""
+        speeds, problem = read_speeds(path), ""
     except FormatError as error:
         speeds, problem = {}, str(error)
     here = {gpu.name: gpu for gpu in detect_gpus()}
-    own = {x for x in speeds if x not in here or not speeds[x].unlike(here[x])}
-    dates = {name: speeds[name].date if name in own else None for name in names}
+    valid = {name for name in speeds if name not in here or not speeds[name].unlike(here[name])}
+    dates = {name: speeds[name].date if name in valid else None for name in names}
     return {"path": str(path), "measured": dates, "problem": problem}
 
 
 def kernels(options: Options) -> Section:
-    """Return the operations that each backend has kernels for, and facts on the C++ kernels."""
+    """Return the operations of each kernel backend, and facts about the C++ module."""
     from headroom.kernels.native.module import MISSING, POOL  # torch: only this command needs it
     from headroom.kernels.registry import KERNELS
 
@@ -155,14 +156,14 @@ def kernels(options: Options) -> Section:
 
 
 def compiled_code(home: Path) -> Section:
-    """Return the folder of compiled GPU kernels, and its bytes."""
+    """Return the folder of compiled GPU kernels, and its size in bytes."""
     from headroom.kernels.cuda.code_cache import code_folder, kept_bytes
 
     return {"folder": str(code_folder(home)), "bytes": kept_bytes(home)}
 
 
 def models(options: Options) -> Section:
-    """Return the folder of models, and the default model's file if it was downloaded."""
+    """Return the folder of models, and the file of the default model; None if it is missing."""
     home = options.home_path
     try:
         default: str | None = str(find_model("", home))
@@ -171,39 +172,22 @@ def models(options: Options) -> Section:
     return {"home": str(home), "default_model": default}
 
 
-def model_facts(options: Options) -> Section:
-    """Return what a model's files say about sampling, chat, thoughts and tools."""
+def model_section(options: Options) -> Section:
+    """Return what a model's files say about sampling, chat, thoughts and tool calls."""
     checkpoint = open_checkpoint(find_weights(options.model, options.home_path))
-    abilities = Abilities.of(checkpoint)
     return {
         "path": str(checkpoint.path),
         "architecture": checkpoint.architecture,
-        "sampling": dict(checkpoint.sampling.settings),
-        "sampling_source": checkpoint.sampling.source,
-        "chat_template": abilities.template is not None,
-        "reasoning": abilities.reasoning_facts(),
-        "tool_format": abilities.tool_format.name,
-        "stop_tokens": abilities.stop_tokens(),
+        **ability_facts(checkpoint, Abilities.of(checkpoint)),
     }
 
 
 def _model_texts(model: Section) -> dict[str, str]:
-    settings = ", ".join(f"{name} {value:g}" for name, value in model["sampling"].items())
     return {
         "file": model["path"],
         "architecture": model["architecture"],
-        "sampling": f"{settings} ({model['sampling_source']})",
-        "chat template": "yes" if model["chat_template"] else "no: the model continues text only",
-        "thoughts": _thought_text(model["reasoning"]),
-        "tool calls": f"in the format {model['tool_format']}",
-        "ends with": " ".join(model["stop_tokens"]),
+        **ability_texts(model),
     }
-
-
-def _thought_text(facts: Section) -> str:
-    if not facts["supported"]:
-        return "none"
-    return f"between {facts['start'].strip()} and {facts['end']}, {facts['default']}"
 
 
 def readable(report: Mapping[str, Any]) -> dict[str, dict[str, str]]:

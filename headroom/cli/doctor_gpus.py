@@ -1,4 +1,4 @@
-"""The GPUs of `headroom doctor`: what each one is, and which kernels it runs or why not."""
+"""The GPUs of `headroom doctor`: what each one is, which kernels it runs, and why not others."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,15 +11,15 @@ from headroom.machine.precision import device_precision
 from headroom.machine.readiness import GpuFacts, TorchFacts, refuse_gpu
 from headroom.units import counted, gib
 
-Section = dict[str, Any]  # of a report, by the names of its JSON
-NO_AMD = "which has run on no AMD GPU yet"  # shown so that it does not pass for tested
+Section = dict[str, Any]  # a part of the report, with the keys of its JSON
+NO_AMD = "which have not run on an AMD GPU yet"
 
 
 def gpus(*, try_all: bool, told: Callable[[str], None]) -> list[Section]:
-    """Return every GPU of this machine with what it can run; try one kernel, or those of all
-    families.
+    """Return every GPU of this machine, and which kernels it runs.
 
-    `told` is called with what is being tried.
+    A Triton kernel is run on each GPU, and with `try_all` CUDA kernels of every family. `told` is
+    called with a line about what is being tried.
     """
     found = detect_gpus()
     if not found:
@@ -51,7 +51,7 @@ def _facts(device: DeviceSpec) -> GpuFacts:
 
 
 def unseen() -> str:
-    """Return why no GPU is found, if that is known."""
+    """Return why no GPU is found; "" if that is not known."""
     from headroom.machine.torch_gpus import read_torch
 
     (why, hint), count = why_unseen("cuda:0"), read_torch().count
@@ -63,7 +63,7 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
     precision, refusal = device_precision(device), refuse_gpu(torch, facts)
     refused = "" if refusal is None else f"{refusal.message} {refusal.hint}"
     amd = device.kind == "hip"
-    compiler = f"Triton is found, {NO_AMD}" if amd else "NVRTC compiles"
+    compiler = f"uses Triton kernels, {NO_AMD}" if amd else "NVRTC compiles"
     return {
         "name": device.name,
         "product": facts.product,
@@ -84,7 +84,7 @@ def gpu_row(device: DeviceSpec, facts: GpuFacts, torch: TorchFacts) -> Section:
 
 
 def families(sm: int) -> dict[str, str]:
-    """Return by kernel family why a GPU does not run it, or NOT_TRIED; "" if it runs."""
+    """Return for each kernel family why a GPU does not run it; NOT_TRIED; or "" if it runs."""
     from headroom.kernels.cuda.probe import expect_kernels
 
     return expect_kernels(sm)
@@ -97,7 +97,7 @@ def _slower(sm: int) -> str:
 
 
 def gpu_texts(rows: list[Section], why_none: str = "") -> dict[str, str]:
-    """Return the GPUs as people read them, or why there are none."""
+    """Return rows of text about the GPUs, or why there are none."""
     told = {row["name"]: _gpu_text(row) for row in rows}
     for row in rows:
         told |= _kernel_texts(row["name"], row["kernels"])
@@ -124,7 +124,7 @@ def backend_text(backend: str, operations: list[str], rows: list[Section]) -> st
 
 
 def _kernel_texts(name: str, kernels: dict[str, str]) -> dict[str, str]:
-    """Return how many families run, how many were not tried, and why others do not."""
+    """Return rows of text: how many families run or were not tried, and why others do not run."""
     from headroom.kernels.cuda.probe import NOT_TRIED
 
     if not kernels:

@@ -11,46 +11,23 @@ from rich.console import Console
 from rich.table import Table
 
 from headroom.cli.loading import is_default, ready_model
-from headroom.cli.settings import with_settings
+from headroom.cli.policies import PolicyFlags, replay_policies, show_policies
+from headroom.cli.settings import add_flags, with_settings
 from headroom.errors import FormatError, ModelError, OptionError
-from headroom.formats.json_files import check_replaceable
+from headroom.formats.atomic import replace_text
+from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import OFF, Options
 
 if TYPE_CHECKING:
-    from headroom.experts.placement import ExpertPlacement
+    from headroom.experts.picture import PlannedResidency
+    from headroom.experts.placement import ExpertCounts
     from headroom.formats.checkpoint import Checkpoint
+    from headroom.plan.plan import Plan
+    from headroom.plan.shape import ModelShape
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedResidency:
-    """How often a model's experts were chosen, and which of them a plan keeps hot."""
-
-    model: str
-    device: str
-    counts: tuple[tuple[float, ...], ...]
-    placement: "ExpertPlacement"
-
-    def hit_rate(self, layer: int) -> float | None:
-        """Return the share of a layer's choices that would be hot; None without choices."""
-        row = self.counts[layer]
-        total = sum(row)
-        return sum(row[expert] for expert in self.placement.hot[layer]) / total if total else None
-
-    @property
-    def total_hit_rate(self) -> float | None:
-        """The share of all choices that would be hot; None without choices."""
-        total = sum(map(sum, self.counts))
-        hot = sum(
-            row[expert]
-            for row, ids in zip(self.counts, self.placement.hot, strict=True)
-            for expert in ids
-        )
-        return hot / total if total else None
-
-
-@with_settings("model", "engine", "plan", "program", log_level="warning")
 def experts(
     options: Options,
     svg: Annotated[
@@ -58,17 +35,28 @@ def experts(
         typer.Option("--svg", metavar="FILE", help="draw layers and experts into a file"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    **flags: Any,
 ) -> None:
     """Show which experts are chosen and which would be hot; nothing is loaded.
 
     Choices come from the routing statistics of the model, if there are any. Hot experts are those
     that a run with the same options would keep in fast memory, on this machine or on --device.
     MODEL may also be a built-in name, a config.json or a URL, as for headroom plan; these have no
-    statistics, so only the plan's numbers are shown.
+    statistics, so only the plan's numbers are shown. With --policies a routing trace is replayed
+    through every policy of a cache of experts.
     """
+    replayed = PolicyFlags(**flags)
+    replayed.check()
+    if svg is not None and replayed.policies:
+        raise OptionError("--svg draws the hot experts, and --policies has none.", param="svg")
     if svg is not None:
+        check_folder(svg, "svg")
         check_replaceable(svg, "picture", "svg")  # an SVG picture never replaces a model's file
-    found = find_residency(options)
+    planned = plan_experts(options)
+    if replayed.policies:
+        show_policies(replay_policies(planned, replayed), as_json=as_json)
+        return
+    found = planned.residency()
     if svg is not None:
         draw(found, svg)
     if as_json:
@@ -79,22 +67,47 @@ def experts(
         print(f"{found.model}: {summary(found)}, drawn into {svg}")
 
 
-def find_residency(options: Options) -> PlannedResidency:
-    """Plan a model and place its experts as an engine with these options would."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedExperts:
+    """A model with experts, and the plan of a run with the same options."""
+
+    options: Options
+    shape: "ModelShape"
+    plan: "Plan"
+    identity: str  # of the checkpoint; "" without one
+    counts: "ExpertCounts | None"  # choices of earlier runs, if they are known
+
+    def residency(self) -> "PlannedResidency":
+        """Place the experts as an engine with these options would."""
+        from headroom.experts.picture import PlannedResidency
+        from headroom.experts.placement import ExpertPlacement
+        from headroom.split.placing import find_placement
+
+        shape, plan = self.shape, self.plan
+        placement = find_placement(shape, plan, self.options, self.identity, self.counts)
+        layers = [layer.experts for layer in shape.layers]
+        return PlannedResidency(
+            model=plan.model,
+            device=plan.devices[0].name,
+            counts=self.counts or tuple((0.0,) * experts for experts in layers),
+            placement=placement or ExpertPlacement(tuple(tuple(range(x)) for x in layers), "all"),
+        )
+
+
+def plan_experts(options: Options) -> PlannedExperts:
+    """Plan a model with experts as an engine with these options would."""
     # torch takes seconds to import; --help must not wait for it.
-    from headroom.experts.placement import ExpertPlacement
     from headroom.plan.describe import describe
     from headroom.plan.sources import find_shape
     from headroom.split.choice import make_trial_plan
     from headroom.split.expert_records import read_records
-    from headroom.split.placing import find_placement
 
     counts, identity = None, ""
     if (checkpoint := find_checkpoint(options)) is not None:
         model = describe(checkpoint)
         shape, identity = model.shape, checkpoint.identity
         if shape.total_experts:
-            counts = read_records(model, options, measuring=True).file.counts
+            counts = read_records(checkpoint, shape, options, measuring=True).file.counts
     else:
         shape = find_shape(options.model, options.home_path)
         options = without_files(options)
@@ -103,15 +116,7 @@ def find_residency(options: Options) -> PlannedResidency:
             f"{checkpoint.path if checkpoint else shape.name} has no routed experts.",
             hint="Of a dense model, headroom plan shows what goes where.",
         )
-    plan = make_trial_plan(shape, options)
-    placement = find_placement(shape, plan, options, identity, counts)
-    layers = [layer.experts for layer in shape.layers]
-    return PlannedResidency(
-        model=plan.model,
-        device=plan.devices[0].name,
-        counts=counts or tuple((0.0,) * experts for experts in layers),
-        placement=placement or ExpertPlacement(tuple(tuple(range(x)) for x in layers), "all"),
-    )
+    return PlannedExperts(options, shape, make_trial_plan(shape, options), identity, counts)
 
 
 def find_checkpoint(options: Options) -> "Checkpoint | None":
@@ -135,18 +140,17 @@ def without_files(options: Options) -> Options:
     return replace(options, placement=None, routing_stats=OFF)
 
 
-def draw(found: PlannedResidency, path: Path) -> None:
+def draw(found: "PlannedResidency", path: Path) -> None:
     """Draw the heat map into a file."""
     from headroom.experts.picture import experts_svg
 
-    title = f"{found.model} on {found.device}: {summary(found)}"
     try:
-        path.write_text(experts_svg(title, found.counts, found.placement), "utf-8")
+        replace_text(path, experts_svg(found))
     except OSError as error:
         raise OptionError(f"Cannot write {path}: {error.strerror}.", param="svg") from error
 
 
-def summary(found: PlannedResidency) -> str:
+def summary(found: "PlannedResidency") -> str:
     """Return the main figures in one line."""
     total = sum(map(len, found.counts))
     text = f"{found.placement.total} of {total} experts hot"
@@ -155,7 +159,7 @@ def summary(found: PlannedResidency) -> str:
     return f"{text}, no statistics"
 
 
-def residency_json(found: PlannedResidency) -> dict[str, Any]:
+def residency_json(found: "PlannedResidency") -> dict[str, Any]:
     """Return all layers with experts as plain data."""
     return {
         "model": found.model,
@@ -177,7 +181,7 @@ def residency_json(found: PlannedResidency) -> dict[str, Any]:
     }
 
 
-def residency_table(found: PlannedResidency) -> Table:
+def residency_table(found: "PlannedResidency") -> Table:
     """Return one line for each layer with experts."""
     from headroom.experts.placement import SHARES, measure_skew
 
@@ -201,3 +205,7 @@ def residency_table(found: PlannedResidency) -> Table:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.1f} %"
+
+
+add_flags(experts, PolicyFlags)
+experts = with_settings("model", "engine", "plan", "program", log_level="warning")(experts)

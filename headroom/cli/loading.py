@@ -1,41 +1,20 @@
-"""What commands do first: find the model, or download it, and load it."""
+"""Finds, downloads and loads the model of a command."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from headroom.cli.progress import progress_bar
 from headroom.errors import FormatError, OptionError
 from headroom.families.files import find_weights, refuse_plan_name
 from headroom.families.registry import is_known
-from headroom.formats.hub import ALIASES, DEFAULT_MODEL, pull
+from headroom.formats.hub import DEFAULT_MODEL, SHORT_NAMES, pull
 from headroom.options import Options
 
 if TYPE_CHECKING:
+    from headroom.experts.taps import RouterTap
     from headroom.llm import LLM
-
-
-Show = Callable[[int, int | None], None]  # called with bytes done and bytes in all, if known
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Show]:
-    """Draw a progress bar if standard error is a terminal; yield the function that moves it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    console = Console(stderr=True)
-    quiet = not console.is_terminal
-    with Progress(
-        *columns, TransferSpeedColumn(), console=console, transient=True, disable=quiet
-    ) as progress:
-        task = progress.add_task(what, total=None)
-
-        def show(done: int, total: int | None) -> None:
-            progress.update(task, completed=done, total=total)
-
-        yield show
 
 
 def pull_model(name: str, home: Path) -> Path:
@@ -51,16 +30,14 @@ def pull_model(name: str, home: Path) -> Path:
 
 def is_default(name: str) -> bool:
     """Whether a name stands for the default model."""
-    return ALIASES.get(name.lower(), name.lower()) == DEFAULT_MODEL
+    return SHORT_NAMES.get(name.lower(), name.lower()) == DEFAULT_MODEL
 
 
 def refuse_synth(name: str, home: Path) -> None:
-    """Refuse a name like `synth:llama`, a model that only `headroom bench` writes by itself."""
+    """Refuse a name such as `synth:llama`: only `headroom bench` makes such models itself."""
     if not name.lower().startswith("synth:"):
         return
-    from headroom.bench.models import (
-        parse_synth,
-    )  # imports torch, which may take its time before an error
+    from headroom.bench.models import parse_synth  # imports torch, which takes seconds
 
     model = parse_synth(name)  # an unknown name is refused with the list of known ones
     assert model is not None
@@ -70,8 +47,8 @@ def refuse_synth(name: str, home: Path) -> None:
     if is_known(recipe.name):
         make += f" A plan needs no file: headroom plan {recipe.name}:{model.mix}"
     raise OptionError(
-        f"{name} is a model that only headroom bench writes by itself.",
-        hint=f"It has written {path}: name that file." if path.is_file() else make,
+        f"{name} is a synthetic model, which only headroom bench makes itself.",
+        hint=f"It has made {path}: name that file." if path.is_file() else make,
         param="model",
     )
 
@@ -88,15 +65,18 @@ def ready_model(options: Options) -> Path:
 
 
 @contextmanager
-def open_llm(options: Options, path: Path | None = None) -> "Iterator[LLM]":
+def open_llm(
+    options: Options, path: Path | None = None, tap: "RouterTap | None" = None
+) -> "Iterator[LLM]":
     """Load the chosen model, and close it when the command ends.
 
-    `path` is where the model is, if the command has found it already.
+    `path` is where the model is, if the command has found it already; `tap` records the picks of
+    its routers.
     """
     path = path or ready_model(options)
     with progress_bar("loading") as show:
         from headroom.llm import LLM  # torch takes seconds to import; --help must not wait for it
 
-        llm = LLM(options=options, path=path, progress=show)
+        llm = LLM(options=options, path=path, progress=show, tap=tap)
     with llm:
         yield llm

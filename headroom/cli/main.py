@@ -11,12 +11,15 @@ from typing import Annotated
 
 import click
 import typer
+from click.shell_completion import add_completion_class
 from typer.core import TyperCommand
 from typer.main import get_command
 from typer.utils import get_params_from_function
 
 from headroom import __version__
+from headroom.cli.completion import BashWords
 from headroom.errors import HeadroomError, OptionError, PlanError, is_out_of_memory
+from headroom.options import completed_words
 
 FAILED, WRONG_USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 EPILOG = (
@@ -25,14 +28,16 @@ EPILOG = (
 )
 
 COMMANDS = (
-    "pull", "run", "chat", "serve", "plan", "tokenize", "doctor", "bench", "calibrate",
-    "profile", "experts", "synth",
+    "pull", "list", "show", "rm", "alias", "run", "chat", "serve", "ps", "plan", "tokenize",
+    "doctor", "bench", "calibrate", "profile", "experts", "synth", "synth-trace",
 )  # fmt: skip
 
 LIKENESS = 0.75  # least likeness, of 1, of an option that is proposed instead of an unknown one
 
 # These commands take few settings: their help does not explain how settings are named.
-FEW_SETTINGS = ("pull", "doctor", "calibrate", "synth")
+FEW_SETTINGS = (
+    "pull", "list", "show", "rm", "alias", "ps", "doctor", "calibrate", "synth", "synth-trace",
+)  # fmt: skip
 
 
 def show_version(wanted: bool) -> None:
@@ -60,14 +65,14 @@ def headroom(
 def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     """Return the command line with some commands only, so that the others are not imported."""
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(headroom)
     for name in names:
-        command = getattr(import_module(f"headroom.cli.{name}"), name)
+        function = name.replace("-", "_")
+        command = getattr(import_module(f"headroom.cli.{function}"), function)
         app.command(cls=Command, epilog=None if name in FEW_SETTINGS else EPILOG)(command)
     return app
 
@@ -117,11 +122,13 @@ def command_flags() -> dict[str, set[str]]:
 def whole_command(app: typer.Typer) -> click.Command:
     """Return the app's command with the help texts of its arguments, which click 8.5 removes."""
     whole = get_command(app)
+    add_completion_class(BashWords, "bash")  # in place of typer's
     assert isinstance(whole, click.Group)
     for registered in app.registered_commands:
         assert registered.callback is not None
         declared = get_params_from_function(registered.callback)
-        for parameter in whole.commands[registered.callback.__name__].params:
+        name = registered.callback.__name__.replace("_", "-")
+        for parameter in whole.commands[name].params:
             if isinstance(parameter, click.Argument) and str(parameter.name) in declared:
                 parameter.help = declared[str(parameter.name)].default.help
     return whole
@@ -142,7 +149,8 @@ def run_command(arguments: list[str]) -> int:
     try:
         # --debug belongs to the program, not to a command, but may stand anywhere in the line.
         rest = [argument for argument in arguments if argument != "--debug"]
-        app = make_app(rest[:1] if rest and rest[0] in COMMANDS else COMMANDS)
+        named = (rest or completed_words())[:1]
+        app = make_app(named if named and named[0] in COMMANDS else COMMANDS)
         whole_command(app)(rest, prog_name="headroom")
         sys.stdout.flush()
     except SystemExit as end:

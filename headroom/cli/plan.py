@@ -11,20 +11,22 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headroom.cli.settings import with_settings
-from headroom.errors import FormatError, OptionError
+from headroom.errors import OptionError
 from headroom.families.registry import is_known
-from headroom.formats.json_files import check_replaceable
+from headroom.formats.atomic import replace_text
+from headroom.formats.json_files import check_folder, check_replaceable
+from headroom.machine.catalogue import catalogue_devices
+from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
 from headroom.options import OFF, Options
 from headroom.plan.alternatives import alternatives
 from headroom.plan.known import known_shape
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
-from headroom.plan.shape import ModelShape
-from headroom.plan.show.emit import llama_server_command
-from headroom.plan.show.picture import plan_svg
-from headroom.plan.show.report import explain_line, plan_json
+from headroom.plan.shape import ModelShape, PlanSource
+from headroom.plan.show.report import JSON_VERSION, plan_json
 from headroom.split.unused import tell_unused
 from headroom.split.upkeep_rules import upkeep_rules
+from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ Emit = Annotated[
     Literal["llama.cpp"] | None,
     typer.Option("--emit", help="print only the nearest command of another program"),
 ]
+Devices = Annotated[
+    bool,
+    typer.Option("--devices", help="list the devices that --device knows by name; plan nothing"),
+]
 
 
 @with_settings("model", "engine", "plan", "program", log_level="warning")
@@ -62,67 +68,133 @@ def plan(
     explain: Explain = None,
     compare: Compare = None,
     emit: Emit = None,
+    devices: Devices = False,
 ) -> None:
     """Show what would go where in memory; nothing is loaded.
 
     MODEL may also be a built-in name with a mix, as in qwen3.6-35b-a3b:q4_k_m, a config.json, or
     a URL or hub name, of which only the header is read.
     """
+    if devices:
+        show_devices(as_json)
+        return
+    refuse_idle_flags(as_json=as_json, svg=svg, explain=explain, compare=compare, emit=emit)
     if svg is not None:
+        check_folder(svg, "svg")
         check_replaceable(svg, "picture", "svg")
     upkeep_rules(options)  # refuses wrong options of exchanges, as a run does
-    shapes = read_shapes(options)
+    source = find_plan_source(options)
+    shapes = with_draft(source.shape, options)
     if compare:
-        show_comparison(shapes, options, ",".join(compare), as_json)
+        show_comparison(shapes, options, ",".join(compare), as_json, svg)
         return
     refusal, made = None, None
     try:
         made = make_plan(shapes, plan_devices(options), options)
     except DoesNotFitError as error:
         refusal, made = error, error.plan
-    made = with_expert_files(made, options)
+    made = with_expert_files(made, source, options)
+    # Each form imports what it shows a plan by: a plan takes less than a third of a second.
     if svg is not None:
-        write_picture(made, svg)
+        from headroom.plan.show.picture import plan_svg
+
+        write_picture(plan_svg(made), svg)
     if explain is not None:
+        from headroom.plan.show.explain import explain_line
+
         print(explain_line(made, explain))
     elif emit is not None:
         if refusal is None:
-            print(llama_server_command(made, gguf_path(options)))
+            from headroom.plan.show.emit import llama_server_command
+
+            print(llama_server_command(made, source.gguf_path))
     else:
         show_plan(made, as_json)
     if refusal is not None:
         raise with_alternatives(refusal, shapes, options)
 
 
-def gguf_path(options: Options) -> Path | None:
-    """Return the model's GGUF file; None if the model is a name, a URL or another kind of file."""
-    # Imports huggingface_hub and numpy, which take longer than a plan.
-    from headroom.formats.checkpoint import gguf_file
-    from headroom.formats.hub import find_model
+def refuse_idle_flags(
+    *, as_json: bool, svg: Path | None, explain: str | None, compare: object, emit: str | None
+) -> None:
+    """Refuse a flag that another one would leave without effect."""
+    alone = {"--explain": explain, "--emit": emit}
+    for flag in (name for name, value in alone.items() if value is not None):
+        others = {"--json": as_json, "--svg": svg, "--compare": compare, **alone}
+        del others[flag]
+        for other in (name for name, value in others.items() if value):
+            raise OptionError(
+                f"{flag} prints one thing alone: {other} would have no effect.",
+                hint=f"Leave out {other} or {flag}.",
+            )
 
-    try:
-        return gguf_file(find_model(options.model, options.home_path))
-    except FormatError:
-        return None
+
+def show_devices(as_json: bool) -> None:
+    """Print the catalogue: as one JSON object, or as a table."""
+    found = catalogue_devices()
+    if as_json:
+        print(json.dumps({"version": JSON_VERSION, "devices": [device_json(x) for x in found]}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    for head in ("memory", "bandwidth", "link", "TFLOPS"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("architecture", no_wrap=True)
+    for device in found:
+        table.add_row(
+            device.name,
+            gib(device.total_bytes),
+            f"{device.bandwidth / 1e9:,.0f} GB/s",
+            "shared" if device.unified else f"{device.link / 1e9:.0f} GB/s",
+            f"{device.flops / 1e12:,.1f}",
+            device.gfx or (f"sm{device.sm}" if device.sm else device.kind),
+        )
+    Console(highlight=False).print(table)
+    print(
+        f"{len(found)} devices, by their makers' data sheets; also cpu, cuda:0 or a size as 24GiB"
+    )
 
 
-def read_shapes(options: Options) -> list[ModelShape]:
-    """Return the shapes of the model and of its draft, if one is named."""
-    if is_known(options.model) and options.draft is None:
-        return [known_shape(options.model)]
+def device_json(device: DeviceSpec) -> dict[str, Any]:
+    """Return a device of the catalogue as plain data; `link` is null where memory is shared."""
+    return {
+        "name": device.name,
+        "kind": device.kind,
+        "architecture": device.gfx or (f"sm{device.sm}" if device.sm else device.kind),
+        "memory_bytes": device.total_bytes,
+        "available_bytes": device.available_bytes,
+        "bandwidth_bytes_per_s": device.bandwidth,
+        "link_bytes_per_s": None if device.unified else device.link,
+        "operations_per_s": device.flops,
+    }
+
+
+def find_plan_source(options: Options) -> PlanSource:
+    """Return the model that a plan is for; the default model is downloaded if it is missing."""
+    if is_known(options.model):
+        return PlanSource(known_shape(options.model))
     # Readers of files import numpy, which plans of built-in models do not need.
     from headroom.cli.loading import is_default, ready_model, refuse_synth
-    from headroom.plan.sources import draft_shape, find_shape
+    from headroom.plan.sources import find_source
 
     refuse_synth(options.model, options.home_path)
     name = str(ready_model(options)) if is_default(options.model) else options.model
-    shapes = [find_shape(name, options.home_path)]
-    if options.draft:
-        shapes.append(draft_shape(options.draft, shapes[0], options.home_path))
-    return shapes
+    return find_source(name, options.home_path)
 
 
-def with_expert_files(made: Plan, options: Options) -> Plan:
+def with_draft(shape: ModelShape, options: Options) -> list[ModelShape]:
+    """Return the shapes of the model and of its draft, if one is named."""
+    if not options.draft:
+        return [shape]
+    from headroom.plan.sources import draft_shape  # imports numpy, too
+
+    return [shape, draft_shape(options.draft, shape, options.home_path)]
+
+
+def with_expert_files(made: Plan, source: PlanSource, options: Options) -> Plan:
     """Return the plan with the placement, or with the statistics, that the options name.
 
     Files of another model are refused, as by a run.
@@ -131,10 +203,10 @@ def with_expert_files(made: Plan, options: Options) -> Plan:
         if len(made.devices) == 1:
             tell_unused(made.devices[0], options)
         return made
+    if (checkpoint := source.checkpoint) is None:
+        log.warning("plan: not read, since there are no weights to compare with: %s", names)
+        return made
     # torch takes seconds to import; other plans need not wait for it.
-    from headroom.families.files import open_checkpoint
-    from headroom.formats.hub import find_model
-    from headroom.plan.describe import describe
     from headroom.split.expert_records import read_records
     from headroom.split.placing import (
         expert_layers,
@@ -143,18 +215,12 @@ def with_expert_files(made: Plan, options: Options) -> Plan:
         placed_plan,
     )
 
-    try:
-        checkpoint = open_checkpoint(find_model(options.model, options.home_path))
-    except FormatError:  # the shape was found: it is a name, a URL or a config.json
-        log.warning("plan: not read, since there are no weights to compare with: %s", names)
-        return made
-    model = describe(checkpoint)
-    counts = read_records(model, options, measuring=True).file.counts
+    counts = read_records(checkpoint, source.shape, options, measuring=True).file.counts
     if made.fits and len(made.devices) == 1:
-        placement = find_placement(model.shape, made, options, checkpoint.identity, counts)
+        placement = find_placement(source.shape, made, options, checkpoint.identity, counts)
         return placed_plan(made, placement)
     # No engine runs on several devices yet, but a file of another model is refused there, too.
-    named_placement(options.placement, checkpoint.identity, expert_layers(model.shape, made))
+    named_placement(options.placement, checkpoint.identity, expert_layers(source.shape, made))
     return made
 
 
@@ -179,10 +245,10 @@ def with_alternatives(
     return DoesNotFitError(refusal.message, hint=hint, plan=refusal.plan, nearest=tuple(nearest))
 
 
-def write_picture(made: Plan, path: Path) -> None:
-    """Draw a plan into a file."""
+def write_picture(picture: str, path: Path) -> None:
+    """Write an SVG document into a file."""
     try:
-        path.write_text(plan_svg(made))
+        replace_text(path, picture)
     except OSError as error:
         raise OptionError(f"Cannot write {path}: {error.strerror}.", param="svg") from error
 
@@ -205,20 +271,27 @@ def show_plan(made: Plan, as_json: bool) -> None:
 
 
 def show_comparison(
-    shapes: Sequence[ModelShape], options: Options, text: str, as_json: bool
+    shapes: Sequence[ModelShape], options: Options, text: str, as_json: bool, svg: Path | None
 ) -> None:
-    """Print one column for each context and device; raise an error if none of them fits."""
+    """Print one column for each context and device, and draw them if a picture is wanted.
+
+    Raise an error if none of them fits.
+    """
     if names := named_files(options):
         log.warning("plan: not read, since plans are compared: %s", names)
     plans: dict[str, Plan] = {}
     refusal: DoesNotFitError | None = None
-    for label, column in compared(options, text).items():
+    for label, column in column_options(options, text).items():
         try:
             plans[label] = make_plan(shapes, plan_devices(column), column)
         except DoesNotFitError as error:
             refusal, plans[label] = error, error.plan
         if len(plans[label].devices) == 1:
             tell_unused(plans[label].devices[0], column, f"in column {label}")
+    if svg is not None:
+        from headroom.plan.show.comparison import comparison_svg
+
+        write_picture(comparison_svg(plans), svg)
     if as_json:
         rows: list[dict[str, Any]] = [{"label": x, **plan_json(plans[x])} for x in plans]
         print(json.dumps({"version": rows[0]["version"], "plans": rows}))
@@ -228,13 +301,14 @@ def show_comparison(
         from headroom.plan.show.table import compare_table
 
         console = Console(highlight=False)
-        wide = None if console.is_terminal else COMPARED_COLUMNS * (1 + len(plans))
-        console.print(compare_table(plans), width=wide)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=COMPARED_COLUMNS * (1 + len(plans)))
+        console.print(compare_table(plans))
     if refusal is not None and not any(made.fits for made in plans.values()):
         raise refusal
 
 
-def compared(options: Options, text: str) -> dict[str, Options]:
+def column_options(options: Options, text: str) -> dict[str, Options]:
     """Return the options of every column: whole numbers are contexts, other words devices."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):

@@ -22,6 +22,7 @@ from headroom.units import counted
 if TYPE_CHECKING:
     from headroom.experts.placement import LayerSkew
     from headroom.experts.stats import RoutingHistory, StatsModel
+    from headroom.experts.taps import TraceRecorder
     from headroom.llm import LLM
 
 DEFAULT_TOKENS = 128
@@ -47,6 +48,12 @@ def profile(
             "home folder)"
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="also record which experts each token chose, token by token", metavar="FILE"
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
@@ -58,13 +65,18 @@ def profile(
     found_at = ready_model(options)
     model = counted_model(found_at)
     path = target_path(out, options, model)
+    recorder = None if trace is None else open_recorder(trace, model)
     # The engine itself neither reads nor saves statistics.
-    with open_llm(replace(options, routing_stats="off", swap_every="off"), found_at) as llm:
+    alone = replace(options, routing_stats="off", swap_every="off")
+    with open_llm(alone, found_at, recorder) as llm:
         generated = run_prompts(llm, asked, tokens, raw)
     assert llm.engine.upkeep is not None
     history = llm.engine.upkeep.history()
     write(path, history, model.identity)
     found = {"path": str(path), "model": llm.name, "prompts": len(asked), "tokens": generated}
+    if recorder is not None and trace is not None:
+        source = f"{counted(len(asked), 'prompt')} through {llm.name}"
+        found["trace"] = write_trace(trace, recorder, model.identity, source)
     show(found, history, as_json)
 
 
@@ -118,6 +130,33 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
     )
 
 
+def open_recorder(path: Path, model: "StatsModel") -> "TraceRecorder":
+    """Return what records the picks of routers; refuse a file that cannot take them."""
+    from headroom.experts.stats import writable
+    from headroom.experts.taps import TraceRecorder
+
+    check_folder(path, "trace")
+    check_replaceable(path, "routing trace", "trace", model.files)
+    if not writable(path):
+        raise OptionError(
+            f"{path} cannot be written.", hint="Name another file with --trace.", param="trace"
+        )
+    return TraceRecorder()
+
+
+def write_trace(path: Path, recorder: "TraceRecorder", identity: str, source: str) -> str:
+    """Write what was recorded, and return the file's name."""
+    from headroom.experts.trace import save_trace
+
+    recorded = recorder.trace(identity, source)
+    assert recorded is not None, "every profile runs at least one prompt"
+    try:
+        save_trace(path, recorded)
+    except OSError as error:
+        raise OptionError(f"Cannot write {path}: {error.strerror}.", param="trace") from error
+    return str(path)
+
+
 def run_prompts(llm: "LLM", asked: Sequence[FilePrompt], tokens: int, raw: bool) -> int:
     """Run all prompts; return how many tokens were read and generated."""
     whole = not raw and llm.template is not None
@@ -164,6 +203,8 @@ def show(found: dict[str, Any], history: "RoutingHistory", as_json: bool) -> Non
         f"{counted(found['prompts'], 'prompt')}, {counted(found['tokens'], 'token')}, "
         f"{history.total:.0f} choices, kept in {found['path']}"
     )
+    if "trace" in found:
+        print(f"trace written to {found['trace']}")
 
 
 def layer_json(layer: "LayerSkew") -> dict[str, Any]:

@@ -9,9 +9,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from headroom.cli.completion import NAME_COMPLETERS, model_names, one_of
 from headroom.engine.request import SamplingParams, new_seed, user_settings
 from headroom.errors import OptionError, RequestError
-from headroom.formats.sampling import FALLBACK
+from headroom.formats.aliases import with_aliases
+from headroom.formats.sampling import GGUF_KEYS
 from headroom.log import start_logging
 from headroom.options import (
     BOOLEANS,
@@ -24,18 +26,18 @@ from headroom.options import (
 
 Command = Callable[..., None]
 
-TYPED_SEED_BITS = 31  # a seed that the command line prints is short enough to be typed again
+TYPED_SEED_BITS = 31  # of a random seed: short enough to type it again
 CONFIG_HELP = "TOML file with settings, named as the flags are"
 
 
 def with_settings(
     *groups: str, sampling: bool = False, **defaults: object
 ) -> Callable[[Command], Command]:
-    """Give a command the flags of `groups` of Options, and those of SamplingParams if `sampling`.
+    """Give a command the flags of some `groups` of Options and, if asked, of SamplingParams.
 
-    The command receives `options`, and the sampling settings that were given as `sampling`.
-    `defaults` are this command's own defaults: a flag, a variable or the config file overrides
-    them.
+    The command receives the options as `options`, and the sampling settings that the user gave as
+    `sampling`. `defaults` are this command's own defaults, which a flag, a variable or the config
+    file overrides.
     """
 
     def decorate(command: Command) -> Command:
@@ -55,6 +57,7 @@ def with_settings(
                 received["sampling"] = given_sampling(values)
             start_logging(received["options"].log_level)
             warn_unknown_variables()
+            received["options"] = with_aliases(received["options"])
             command(**received)
 
         parameters = sorted([*own, *flags], key=lambda parameter: parameter.kind)
@@ -66,7 +69,7 @@ def with_settings(
 
 
 def add_flags(command: Any, kind: type[Any]) -> None:
-    """Replace a command's `**flags` by one parameter for each field of a dataclass."""
+    """Replace a command's `**flags` by a parameter for each field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
     flags = [
@@ -111,9 +114,9 @@ def sampling_settings() -> "dict[str, Field[Any]]":
 
 
 def given_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling settings that were given, with a random seed if none was.
+    """Return the sampling settings that the user gave, and a random seed if the user gave none.
 
-    `LLM.sampling` adds the model's own defaults to them once the model is loaded.
+    `LLM.sampling` adds the model's own defaults once the model is loaded.
     """
     given = {name: values[name] for name in sampling_settings() if values.get(name) is not None}
     given["stop"] = tuple(given.get("stop", ()))
@@ -145,13 +148,19 @@ def parse_sampling(name: str, text: str, defaults: Mapping[str, Any]) -> object:
     try:
         return kind(text)
     except ValueError as error:
-        raise OptionError(f"{name} is {text!r}, not {kind.__name__}.", param=name) from error
+        needed = "a whole number" if kind is int else "a number"
+        raise OptionError(f"{name} is {text!r}, not {needed}.", param=name) from error
 
 
 def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
     rules, kind = setting.metadata, value_type(setting)
     if setting.name == "model":  # the one setting that is written without a flag
-        model = typer.Argument(metavar="[MODEL]", help=rules["help"], show_default=False)
+        model = typer.Argument(
+            metavar="[MODEL]",
+            help=rules["help"],
+            show_default=False,
+            autocompletion=model_names,
+        )
         return _keyword(setting.name, Annotated[str | None, model])
     if rules["repeatable"]:
         kind = list[kind]  # type: ignore[valid-type]
@@ -162,6 +171,7 @@ def _option_flag(setting: "Field[Any]", default: object) -> inspect.Parameter:
         help=_with_default(rules["help"], default),
         metavar=f"[{choices}]" if choices else None,
         show_default=False,
+        autocompletion=one_of(rules["choices"]) if choices else NAME_COMPLETERS.get(setting.name),
         rich_help_panel=f"{_group(setting).capitalize()} options",
     )
     return _keyword(setting.name, Annotated[kind | None, info])
@@ -176,7 +186,7 @@ def _sampling_flag(setting: "Field[Any]") -> inspect.Parameter:
         words = f"{flag_words}/--no-{flag_words[2:]}"
     shown = None
     if kind in (int, float) and name != "seed":
-        shown = "by the model" if name in FALLBACK else setting.default
+        shown = "the model's own" if name in GGUF_KEYS else setting.default
     info = typer.Option(
         words,
         help=_with_default(setting.metadata["help"], shown),
@@ -204,7 +214,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _joined(value: object) -> object:
-    """Return what a repeated flag collected as one text, and anything else as it is."""
+    """Return the values of a repeated flag, joined with commas; other values unchanged."""
     return ",".join(value) or None if isinstance(value, list) else value
 
 

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from headroom.cli.completion import one_of
 from headroom.cli.settings import add_flags
 from headroom.errors import OptionError
 from headroom.families.family import Recipe
@@ -20,7 +21,7 @@ from headroom.families.synth.write import (
     WriteSettings,
     checkpoint_bytes,
     mix_name,
-    plain_type,
+    safetensors_type,
     write_gguf,
     write_safetensors,
 )
@@ -65,7 +66,11 @@ class SynthOptions:
 def synth(
     family: Annotated[
         str,
-        typer.Argument(help=f"one of {', '.join(FAMILIES)}", show_default=False),
+        typer.Argument(
+            help=f"one of {', '.join(FAMILIES)}",
+            show_default=False,
+            autocompletion=one_of(FAMILIES),
+        ),
     ],
     out: Annotated[
         Path,
@@ -83,7 +88,7 @@ def synth(
     default = "bf16" if options.format == "safetensors" or recipe.taps else "q4_k_m"
     mix = mix_name(options.quant or default)
     if options.format == "safetensors":
-        plain_type(mix)
+        safetensors_type(mix)
     make_room(out, options)
     source = Source(recipe, options.seed)
     if options.routing_skew:

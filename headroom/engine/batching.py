@@ -1,4 +1,4 @@
-"""make_batch(): the scheduled turns as one Batch."""
+"""Puts the rows of all scheduled turns into one Batch."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -40,7 +40,7 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
 
 
 def output_rows(turn: Turn, first_row: int) -> range:
-    """Return the rows of a turn that are needed: for prompt logprobs, a draw or a vector."""
+    """Return the rows of a turn whose output is needed: for prompt logprobs, a draw or a vector."""
     sequence, last = turn.sequence, first_row + turn.rows
     every_row = wants_prompt_logprobs(turn) or sequence.request.pooling == "mean"
     if every_row:

@@ -1,10 +1,12 @@
 """Engine: one thread schedules requests, runs steps, samples tokens and emits events."""
 
+import atexit
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -20,7 +22,7 @@ from headroom.engine.outputs import (
     read_outputs,
 )
 from headroom.engine.pages import PagePool
-from headroom.engine.pooling import NORM_ROWS
+from headroom.engine.pooling import NORM_ROWS, PooledRows
 from headroom.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -31,10 +33,12 @@ from headroom.engine.request import (
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
-from headroom.errors import CapacityError, DeviceError, RequestError
+from headroom.errors import CapacityError, DeviceError, HeadroomError, ModelError, RequestError
 from headroom.plan.settings import PlanSettings
 from headroom.split.pipeline import Pipeline
-from headroom.split.upkeep import ExpertUpkeep
+from headroom.split.upkeep import ExpertUpkeep, ExpertView
+
+__all__ = ["Engine", "ExpertView"]
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +73,17 @@ class Engine:
         self._failure = ""  # what ended the thread, if it was not close()
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
+        # Python would end the thread in the midst of a step, which aborts the whole process.
+        atexit.register(self.close)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse a request that this engine cannot run, whatever else it is doing."""
+        """Raise RequestError for a request that this engine could never run."""
         check_request(request, self._settings.context, self.vocab)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread and must not block.
 
-        An answer ends where the context ends, also if `max_tokens` would allow more.
+        An answer ends where the context ends, even if `max_tokens` would allow more.
         """
         self.check(request)
         limit = self._settings.context
@@ -103,7 +109,9 @@ class Engine:
                     hint="Try again later, or raise --queue.",
                 )
             if request.id in self._live:
-                raise RequestError(f"Request id {request.id!r} is in use.", param="id")
+                raise RequestError(
+                    f"A request with the id {request.id!r} is running or waiting.", param="id"
+                )
             self._live[request.id] = sequence
             self._inbox.append(sequence)
             self._changed.notify()
@@ -117,7 +125,7 @@ class Engine:
 
     @property
     def tells_experts(self) -> bool:
-        """Whether the last event of a request, also a cancelled one, reports its experts' cost."""
+        """Whether the last event of every request, even a cancelled one, reports expert costs."""
         return self.upkeep is not None and self.upkeep.tells_requests
 
     def stats(self) -> EngineStats:
@@ -128,6 +136,17 @@ class Engine:
         experts = self.upkeep.latest if self.upkeep is not None else None
         return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts)
 
+    def view_experts(self) -> "Future[ExpertView] | None":
+        """Ask for the experts as they are after the step under way; None: the model has none."""
+        if self.upkeep is None:
+            return None
+        with self._changed:
+            if self._closing:
+                raise CapacityError(self._failure or "The engine is shutting down.")
+            view = self.upkeep.ask_view()
+            self._changed.notify()
+        return view
+
     @property
     def alive(self) -> bool:
         """Whether requests are taken: the thread runs and is not about to stop."""
@@ -135,6 +154,7 @@ class Engine:
 
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -262,7 +282,7 @@ class Engine:
         }
         if not rows:
             return True
-        # A request that has ended needs no mask: its row may draw any token.
+        # A request that has ended since needs no mask: nobody reads the token of its row.
         live = [row for row in rows if self._is_live(step.outputs[row].sequence)]
         try:
             step.masks.update(dict.fromkeys(rows))
@@ -284,8 +304,7 @@ class Engine:
         try:
             self._pool_rows(step)
             for read in read_outputs(step, self._settings.parallel):
-                if self._is_live(read.output.sequence):  # not if it has ended since
-                    self._read_row(read)
+                self._read_row(read)
         except Exception as error:
             self._fail(step.turns, error)
 
@@ -300,9 +319,16 @@ class Engine:
                     continue
                 sequence.pooled.add(position, state)
                 if position + 1 == len(sequence.tokens):
-                    sequence.first_token_at = time.perf_counter()
-                    end = _end_of(sequence, "stop", "")
-                    self._emit(sequence, replace(end, vector=sequence.pooled.vector()))
+                    self._emit_vector(sequence, sequence.pooled)
+
+    def _emit_vector(self, sequence: Sequence, pooled: PooledRows) -> None:
+        """Emit a prompt's vector; a vector that is not finite ends only this request."""
+        sequence.first_token_at = time.perf_counter()
+        try:
+            end = replace(_end_of(sequence, "stop", ""), vector=pooled.vector())
+        except ModelError as error:
+            end = _end_of(sequence, "error", _named(error))
+        self._emit(sequence, end)
 
     def _fail(self, turns: list[Turn], error: Exception) -> None:
         """End the requests of a step that failed; other requests and the process go on."""
@@ -316,15 +342,20 @@ class Engine:
     def _read_row(self, read: ReadOutput) -> None:
         """Take one output row's results; a failure ends only the request of that row."""
         output, token, logits, mask = read
+        live = self._is_live(output.sequence)  # not if it has ended since
         try:
-            if output.scores_prompt:
+            if output.scores_prompt:  # also for other answers to the prompt
                 assert logits is not None
                 output.score_prompt(logits)
-            if output.draws:
+            if live and output.draws:
                 self._add_token(output, *output.choose(token, logits, mask))
         except Exception as error:
-            log.exception("sample: failed for request %s", output.sequence.request.id)
-            self._finish(output.sequence, "error", _named(error))
+            # An error of our own says all that there is to say: the weights are broken.
+            trace = None if isinstance(error, HeadroomError) else error
+            request_id = output.sequence.request.id
+            log.error("sample: failed for request %s: %s", request_id, error, exc_info=trace)
+            if live:
+                self._finish(output.sequence, "error", _named(error))
 
     def _add_token(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token to its answer, and emit it."""
@@ -338,14 +369,13 @@ class Engine:
         reason: FinishReason | None = "stop" if stops else None
         if reason is None and output.token_index + 1 >= sequence.limit:
             reason = "length"
-        first = output.token_index == len(request.prompt)
         self._emit(
             sequence,
             TokenEvent(
                 request_id=request.id,
                 token=token,
                 logprobs=logprobs,
-                prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+                prompt_logprobs=output.prompt_logprobs(),
                 finish_reason=reason,
                 prompt_tokens=len(request.prompt),
                 generated_tokens=sequence.generated,
@@ -408,4 +438,5 @@ def _end_of(sequence: Sequence, reason: FinishReason, error: str) -> TokenEvent:
 
 
 def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Return what a client is told: a sentence of our own, or the name and text of any error."""
+    return str(error) if isinstance(error, HeadroomError) else f"{type(error).__name__}: {error}"

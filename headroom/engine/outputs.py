@@ -9,6 +9,7 @@ from headroom.engine.request import TokenConstraint, TokenLogprobs
 from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
+from headroom.errors import ModelError
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.stage import StepResult
@@ -23,8 +24,7 @@ class Output:
     scores_prompt: bool  # the logprob of the prompt's own next token is wanted
     draws: bool  # the next token is drawn from this row
     pools: bool = False  # its hidden state goes into the vector of the prompt
-    # What limits the token that is drawn; None if nothing does.
-    constraint: TokenConstraint | None = None
+    constraint: TokenConstraint | None = None  # limits the token; None: any token may be drawn
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""
@@ -40,6 +40,16 @@ class Output:
             top = request.params.logprobs or 0
             known.append(token_logprobs(logits, request.prompt[self.position + 1], top))
 
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """Return the logprobs of the whole prompt for the answer's first event, else none."""
+        request = self.sequence.request
+        if not request.params.prompt_logprobs or self.token_index != len(request.prompt):
+            return ()
+        known = self.sequence.prompt_logprobs or [None]  # a prompt of one token has no other
+        if len(known) < len(request.prompt):  # another answer to the prompt failed to score it
+            raise ModelError(f"Logprobs of {len(request.prompt) - len(known)} tokens are missing.")
+        return tuple(known)
+
     @property
     def token_index(self) -> int:
         """The index of the predicted token in its sequence."""
@@ -47,16 +57,23 @@ class Output:
 
     def choose(
         self, token: int | None, logits: LogitRow | None, mask: TokenMask | None
-    ) -> tuple[int, TokenLogprobs | None]:
+    ) -> "ChosenToken":
         """Return the next token, drawn here if no device has drawn it, and its logprobs."""
         params = self.sequence.request.params
         if token is None:
             assert logits is not None
             token = sample(logits, self.sequence.tokens, params, mask)
         if params.logprobs is None:
-            return token, None
+            return ChosenToken(token, None)
         assert logits is not None
-        return token, token_logprobs(logits, token, params.logprobs)
+        return ChosenToken(token, token_logprobs(logits, token, params.logprobs))
+
+
+class ChosenToken(NamedTuple):
+    """The token that follows a sequence."""
+
+    id: int
+    logprobs: TokenLogprobs | None  # None if not asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,15 +83,15 @@ class LaunchedStep:
     turns: list[Turn]
     outputs: list[Output]
     result: StepResult
-    # By output row, once they are known: the tokens that may be drawn; None: any.
+    # By output row, filled in after the launch: the tokens that may be drawn; None: any.
     masks: dict[int, TokenMask | None] = field(default_factory=dict)
 
     @property
     def may_stay_unread(self) -> bool:
         """Whether the next step can be launched before this one is read.
 
-        It can if the device draws all tokens and keeps them for that step, and if no penalty of
-        that step needs tokens that only the host could give it.
+        It can if the device draws all tokens of this step and keeps them for the next one, and if
+        no penalty of the next step needs these tokens on the host.
         """
         token_rows = self.result.token_rows
         return len(token_rows) <= DECODE_ROWS and not any(
@@ -93,11 +110,14 @@ class LaunchedStep:
 
 
 def list_outputs(turns: Sequence[Turn]) -> list[Output]:
-    """Return the output rows of a step in order; to be called before its rows count as cached."""
+    """Return the output rows of a step in order; call it before its rows count as cached."""
     outputs = []
+    # By the identity of the logprobs of a prompt: how many tokens' are known after the step.
+    known_after: dict[int, int] = {}
     for turn in turns:
-        sequence, scores_prompt = turn.sequence, wants_prompt_logprobs(turn)
-        start = sequence.cached
+        sequence, wants_logprobs = turn.sequence, wants_prompt_logprobs(turn)
+        start, logprobs = sequence.cached, sequence.prompt_logprobs
+        known = known_after.get(id(logprobs), max(len(logprobs), 1))  # nothing predicts the first
         last = start + turn.rows - 1 if turn.rows == sequence.pending else None
         pools = sequence.pooled is not None
         for position in output_rows(turn, start):
@@ -105,7 +125,10 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
             limits = sequence.request.constraint if draws else None
             if limits is not None and not limits.may_limit(sequence.unread):
                 limits = None
-            outputs.append(Output(sequence, position, scores_prompt, draws, pools, limits))
+            scores = wants_logprobs and known <= position + 1 < len(sequence.request.prompt)
+            outputs.append(Output(sequence, position, scores, draws, pools, limits))
+            known += scores
+        known_after[id(logprobs)] = known
     return outputs
 
 
@@ -124,18 +147,18 @@ def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
 
 
 class ReadOutput(NamedTuple):
-    """An output row and what was read of it from the device."""
+    """An output row, and its results that were read from the device."""
 
     output: Output
-    token: int | None  # that the device drew; None: the host draws it, or no token is wanted
+    token: int | None  # drawn by the device; None: the host draws it, or no token is wanted
     logits: LogitRow | None  # None if they are not needed
-    mask: TokenMask | None  # of tokens that the host may draw; None: any
+    mask: TokenMask | None  # the tokens that the host may draw; None: any
 
 
 def read_outputs(step: LaunchedStep, most: int) -> Iterator[ReadOutput]:
     """Wait for a step and yield its output rows in order.
 
-    The logits of at most `most` rows are computed at a time: the plan has memory for as many.
+    The logits of at most `most` rows are computed at a time: the plan has memory for that many.
     """
     outputs, result = step.outputs, step.result
     tokens = result.tokens()

@@ -1,14 +1,14 @@
-"""Pooling: the hidden states of a prompt's tokens become one vector."""
+"""Pooling: makes one vector (an embedding) of the hidden states of a prompt's tokens."""
 
 import numpy as np
 import numpy.typing as npt
 
 from headroom.engine.request import Pooling
-from headroom.errors import RequestError
+from headroom.errors import ModelError, RequestError
 
 Vector = npt.NDArray[np.float32]
-# Rows that are normed and copied to the host at a time: as many as a captured step has, so that
-# no kernel is compiled for them and the memory beside the plan is small.
+# Rows that are normed and copied to the host at a time. A captured step has as many, so no further
+# kernel is compiled, and little memory is needed beyond the plan.
 NORM_ROWS = 32
 
 
@@ -23,7 +23,7 @@ class PooledRows:
     def add(self, position: int, state: Vector) -> None:
         """Take the state of the token at `position`.
 
-        Positions come in order, but those of a preempted prompt come again and do not count twice.
+        Positions come in order. After a preemption they come again, and do not count twice.
         """
         if self._pooling == "last" or self._total is None:
             self._total, self._rows = state.astype(np.float64), 1
@@ -34,11 +34,14 @@ class PooledRows:
     def vector(self) -> Vector:
         """Return the mean of the states, or the last one."""
         assert self._total is not None
-        return (self._total / self._rows).astype(np.float32)
+        vector: Vector = (self._total / self._rows).astype(np.float32)
+        if not np.isfinite(vector).all():
+            raise ModelError("The model computed a vector with numbers that are not finite.")
+        return vector
 
 
 def check_dimensions(dimensions: int | None, hidden: int) -> None:
-    """Refuse a length of vectors that a model with `hidden` values cannot give."""
+    """Raise RequestError unless `dimensions` is None or from 1 to `hidden`."""
     if dimensions is not None and not 1 <= dimensions <= hidden:
         raise RequestError(
             f"{dimensions} dimensions are asked for; this model's vectors have {hidden}.",

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -29,15 +30,18 @@ class Sequence:
     unread: int = 0
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
-    # `pages` as a tensor, with the list and the length that it was made from.
-    _table: tuple[list[int], int, torch.Tensor] | None = None
-    state_slot: int = 0  # number among the running ones; states and window pages go by it
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    pooled: PooledRows | None = None  # of a request with pooling
+    _table: "_PageTable | None" = None  # of `pages`; None: not made yet
+    state_slot: int = 0  # its number among the recurrent states and window pages
+    pooled: PooledRows | None = None  # None if the request wants an answer, not a vector
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # start of its first step
     first_token_at: float | None = None
     experts_before: ExpertTelemetry | None = None  # counters before its first step
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None]:
+        """The logprobs of the prompt's tokens so far; other answers to the prompt add to them."""
+        return self.request.prompt_logprobs
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -68,14 +72,15 @@ class Sequence:
             self.unread -= 1
 
     def page_table(self) -> torch.Tensor:
-        """Return the pages as an int64 tensor; it is made anew only if the pages have changed."""
+        """Return the pages as an int64 tensor; a new one is made only if the pages have changed."""
         pages, known = self.pages, self._table
-        if known is None or known[0] is not pages or known[1] != len(pages):
-            known = self._table = (pages, len(pages), torch.tensor(pages, dtype=torch.int64))
-        return known[2]
+        if known is None or known.pages is not pages or known.page_count != len(pages):
+            tensor = torch.tensor(pages, dtype=torch.int64)
+            known = self._table = _PageTable(pages, len(pages), tensor)
+        return known.tensor
 
     def timings(self) -> Timings:
-        """Return where the request's time went, up to now."""
+        """Return how long each phase of the request took, up to now."""
         now = time.perf_counter()
         started = self.started_at or now
         first = self.first_token_at or now
@@ -84,3 +89,11 @@ class Sequence:
             prefill_s=first - started,
             decode_s=now - first,
         )
+
+
+class _PageTable(NamedTuple):
+    """A sequence's pages as a tensor, and the list that the tensor was made from."""
+
+    pages: list[int]
+    page_count: int  # pages in the list at that time
+    tensor: torch.Tensor

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headroom.engine.pages import PagePool
@@ -29,7 +29,7 @@ class EngineStats:
     cache_pages_used: int
     cache_pages_total: int
     started_at: float  # seconds since the epoch
-    memory: DeviceMemory
+    memory: Sequence[DeviceMemory]  # of this engine, one for each device
     experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
 
 
@@ -54,7 +54,7 @@ class Counters:
         scheduler: Scheduler,
         pool: PagePool,
         live: int,
-        memory: DeviceMemory,
+        memory: Sequence[DeviceMemory],
         experts: ExpertTelemetry | None = None,
     ) -> EngineStats:
         """Return the counters as they are now; `live` is the number of requests not ended."""

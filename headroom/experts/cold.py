@@ -5,20 +5,25 @@ and the copies of the prefill path. Each layer gets its `LayerPaths` from there.
 """
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 
-from headroom.experts.decode import CpuPicks, DecodeWorker
+from headroom.experts.copies import on_device
+from headroom.experts.decode import DecodeResolver, DecodeWorker
+from headroom.experts.policies import PolicyKeeper
 from headroom.experts.prefill import StreamedLayer, open_stream
+from headroom.experts.shares import ShareKeeper, ShareTables
 from headroom.experts.store import ExpertStore, LayerStore, fill_tiles
-from headroom.experts.telemetry import ColdMeter
+from headroom.experts.telemetry import CacheTotals, ColdMeter, ColdPaces, PolicyState, cache_totals
 from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda import expert_cache, experts_prefill, handover
 from headroom.kernels.cuda import experts as cuda_experts
-from headroom.kernels.cuda import experts_prefill, handover
 from headroom.kernels.cuda.experts import Addends, ExpertTiles
 from headroom.kernels.cuda.experts_scratch import does_top_k
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import RouterLogits
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import Picks
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import ColdSpeeds, prefill_speeds
@@ -97,14 +102,16 @@ class LayerPaths:
     """Who computes the experts of a layer."""
 
     gpu: ReadInPlace
-    cpu: CpuPicks | None = None  # cold picks of decode steps that the CPU computes
+    # Resolves the picks of decode steps; None if the GPU computes all and no expert moves in steps.
+    resolver: DecodeResolver | None = None
 
 
 def stored_tiles(store: LayerStore) -> ExpertTiles:
-    """Return a store's table of experts for kernels; exchanges change its addresses."""
+    """Return a store's table of experts for kernels; exchanges and caches change its addresses."""
     memory = tuple(part for part in (store.slots, store.cold) if len(part))
-    nbytes = sum(part.nbytes for part in memory)
-    return ExpertTiles(store.addresses, store.kinds, store.width, store.hidden, nbytes, memory)
+    nbytes, filling = sum(part.nbytes for part in memory), store.lookup.filling
+    sizes = store.width, store.hidden
+    return ExpertTiles(store.addresses, store.kinds, *sizes, nbytes, memory, filling)
 
 
 class ColdExperts:
@@ -116,6 +123,11 @@ class ColdExperts:
     def __init__(self, store: ExpertStore, device: str, speeds: ColdSpeeds, cold: str) -> None:
         self.store = store
         self._worker = DecodeWorker(device)
+        self._tables = ShareTables(store, speeds, cold)
+        self.shares: ShareKeeper | None = None  # if the CPU's share follows its speed
+        self.policies: PolicyKeeper | None = None  # if shadows choose how slots change hands
+        if store.is_cached and store.chooses_policy:
+            self.policies = PolicyKeeper(store, store.first_policy, store.spare.copies.mark)
         # Layers without fused kernels copy experts one by one; dropped experts are never copied.
         self._stream = None
         tiles = any(layer is not None and layer.blobs.tiles for layer in store.layers)
@@ -126,6 +138,7 @@ class ColdExperts:
                 store.most_experts,
                 pinned=store.pinned,
                 speeds=prefill_speeds(speeds, cold),
+                follows=cold == "auto",
             )
 
     def layer(self, index: int) -> "StoredLayer | None":
@@ -145,15 +158,33 @@ class ColdExperts:
         stream = self._stream.add(tiles, layer, activation, cold_picks)
         by_gpu = Streamed(tiles, activation, stream)
         if layer.path == "gpu":
-            return LayerPaths(by_gpu)
-        by_cpu = self._worker.add(layer, layer.blobs.used, activation, layer.choice)
-        return LayerPaths(by_gpu, by_cpu)
+            return LayerPaths(by_gpu, DecodeResolver(layer.lookup) if layer.is_cached else None)
+        link = self._tables.of_layer(layer)
+        by_cpu = self._worker.add(layer, layer.blobs.used, activation, link)
+        return LayerPaths(by_gpu, DecodeResolver(layer.lookup, by_cpu))
+
+    def begin_prompt(self, ends: torch.Tensor) -> None:
+        """Prepare a step of the prefill path; `ends` are the rows after which tokens are drawn."""
+        self.store.take_places()  # by which cold experts are copied
+        if self._stream is not None and self.store.is_cached:
+            few = 0 < len(ends) <= DECODE_ROWS
+            self._stream.ends = on_device(ends, self.store.staging.device) if few else None
+
+    def end_step(self, rows: int) -> None:
+        """End a step of the decode path; a captured step contains this."""
+        if self.policies is not None:
+            self.policies.end_step(rows)
 
     def start(self) -> DecodeWorker | None:
         """Start the CPU thread after all layers are loaded; None if no layer asks the CPU."""
         if not self._worker.has_layers:
             return None
         self._worker.start()
+        if self._tables.controller is not None:
+            mark = self.store.spare.copies.mark
+            self.shares = keeper = ShareKeeper(self._worker, self._tables, mark)
+            if self._stream is not None:
+                self._stream.speeds.decode_pace = lambda: keeper.now.pace
         return self._worker
 
     @property
@@ -176,15 +207,47 @@ class ColdExperts:
             costs=tuple(costs),
             cpu_costs=plain_asks_cpu or self._prefill_asks_cpu,
             pick_bytes=tuple(
-                x.expert_bytes if x is not None and x.path == "gpu" and x.blobs.tiles else 0
+                x.expert_bytes if _reads_alone(x) and not x.is_cached else 0
                 for x in self.store.layers
             ),
             copies_s=None if stream is None or stream.waits is None else stream.waits.seconds,
+            cache=self._cache_totals if self.store.is_cached else None,
+            cache_bytes=tuple(
+                x.expert_bytes if _reads_alone(x) and x.is_cached else 0 for x in self.store.layers
+            ),
+            paces=self._paces if self.shares is not None else None,
+            policy=self._policy if self.store.is_cached else None,
+        )
+
+    def _cache_totals(self) -> CacheTotals:
+        """Return what the caches of all layers have counted; waits for the GPU."""
+        return cache_totals(self.store.cache_counts.cpu(), expert_cache.COUNTERS)
+
+    def _policy(self) -> PolicyState:
+        """Return by which policy slots change hands now."""
+        if self.policies is not None:
+            return self.policies.now
+        return PolicyState(self.store.first_policy, {})
+
+    def _paces(self) -> ColdPaces:
+        """Return how cold experts are shared now."""
+        assert self.shares is not None
+        now, prompts = self.shares.now, None if self._stream is None else self._stream.speeds
+        return ColdPaces(
+            cpu_share=now.share,
+            cpu=now.pace,
+            cpu_prompts=1.0 if prompts is None else prompts.cpu_pace,
+            link=1.0 if prompts is None else prompts.link_pace,
         )
 
     @property
     def _prefill_asks_cpu(self) -> bool:
         return self._stream is not None and self._stream.speeds.cpu_takes_prefill
+
+
+def _reads_alone(layer: LayerStore | None) -> TypeGuard[LayerStore]:
+    """Return whether the GPU alone computes a layer's cold experts, by fused kernels."""
+    return layer is not None and layer.path == "gpu" and layer.blobs.tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,8 @@
 """Copies between host and GPU memory that run while the GPU computes, and waits for them.
 
 A `CopyQueue` runs copies in order while the device computes. A `StagingRing` lets copies fill
-buffers that the computing reads in turn. A `WaitClock` measures how long the computing waited.
+buffers that the computing reads in turn. A `WaitClock` measures how long the computing waited, a
+`CopyClock` how long copies took.
 """
 
 from collections import deque
@@ -42,9 +43,14 @@ class CopyQueue(Protocol):
 class CudaCopies:
     """Copies to and from a GPU on a separate stream; host memory should be pinned."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timed: Callable[[int, float], None] | None = None,  # told bytes and seconds of each copy
+    ) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._clock = None if timed is None else CopyClock(timed)
 
     def mark(self) -> Mark:
         """Return a mark behind all computing that was enqueued so far."""
@@ -60,10 +66,13 @@ class CudaCopies:
         assert sum(source.nbytes for source in sources) <= out.nbytes
         self._stream.wait_event(cast(torch.cuda.Event, after))
         to, stream, device = out.data_ptr(), self._stream.cuda_stream, self._device.index or 0
+        begin = None if self._clock is None else self._clock.begin(self._stream)
         for source in sources:
             assert source.is_contiguous()
             copy_async(to, source.data_ptr(), source.nbytes, stream, device)
             to += source.nbytes
+        if self._clock is not None and begin is not None:
+            self._clock.end(begin, self._stream, sum(source.nbytes for source in sources))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
         return done
@@ -229,8 +238,8 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wait:
-    """Events before and after a wait of the computing."""
+class _Span:
+    """Events before and after a wait of the computing, or a copy."""
 
     before: torch.cuda.Event
     after: torch.cuda.Event
@@ -241,14 +250,14 @@ class WaitClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waits: deque[_Wait] = deque()  # not added up yet, in the order of the stream
-        self._free: list[_Wait] = []
+        self._waits: deque[_Span] = deque()  # not added up yet, in the order of the stream
+        self._free: list[_Span] = []
         self._seconds = 0.0
 
     def timed(self, wait: Callable[[], Found]) -> Found:
         """Enqueue a wait of the computing by calling `wait`, and measure how long it takes."""
         self._add_up()
-        timed = self._free.pop() if self._free else _Wait(_event(), _event())
+        timed = self._free.pop() if self._free else _Span(_event(), _event())
         stream = torch.cuda.current_stream(self._device)
         timed.before.record(stream)
         found = wait()
@@ -266,6 +275,30 @@ class WaitClock:
             timed = self._waits.popleft()
             self._seconds += float(timed.before.elapsed_time(timed.after)) / 1000
             self._free.append(timed)
+
+
+class CopyClock:
+    """Measures how long copies on a stream take, without making the host wait."""
+
+    def __init__(self, timed: Callable[[int, float], None]) -> None:
+        self._timed = timed  # told bytes and seconds of each copy, in their order
+        self._copies: deque[tuple[_Span, int]] = deque()  # not over yet, with their bytes
+        self._free: list[_Span] = []
+
+    def begin(self, stream: torch.cuda.Stream) -> _Span:
+        """Note where a copy begins on its stream; report those that are over."""
+        while self._copies and self._copies[0][0].after.query():  # type: ignore[no-untyped-call]
+            over, size_bytes = self._copies.popleft()
+            self._timed(size_bytes, float(over.before.elapsed_time(over.after)) / 1000)
+            self._free.append(over)
+        span = self._free.pop() if self._free else _Span(_event(), _event())
+        span.before.record(stream)
+        return span
+
+    def end(self, span: _Span, stream: torch.cuda.Stream, size_bytes: int) -> None:
+        """Note where the copy ends that was begun last."""
+        span.after.record(stream)
+        self._copies.append((span, size_bytes))
 
 
 def _event() -> torch.cuda.Event:

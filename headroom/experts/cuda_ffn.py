@@ -11,6 +11,7 @@ import torch
 from headroom.experts.cold import LayerPaths, ReadInPlace, StoredLayer
 from headroom.experts.ffn import router_rule
 from headroom.experts.stats import RouterCounts
+from headroom.experts.taps import LayerTap
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import norms, scratch
@@ -18,7 +19,7 @@ from headroom.kernels.cuda import route as cuda_route
 from headroom.kernels.cuda.buffers import floats
 from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles, SharedExpertTiles
 from headroom.kernels.cuda.experts_scratch import runs_with_routed
-from headroom.kernels.cuda.matmul import TILES, Gates, RowNorm, narrow_type
+from headroom.kernels.cuda.matmul import TILES, RowNorm, narrow_type
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.route_scratch import can_score_with_norm
 from headroom.kernels.cuda.sizes import is_decode, tile_bytes
@@ -49,8 +50,14 @@ def experts_fit(config: ExpertsConfig, get: WeightSource) -> bool:
 class CudaRouter:
     """Picks each row's experts; the gate of a shared expert is scored together with them."""
 
-    def __init__(self, config: ExpertsConfig, get: WeightSource, counts: RouterCounts) -> None:
-        self._counts = counts
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        get: WeightSource,
+        counts: RouterCounts,
+        tap: LayerTap | None = None,
+    ) -> None:
+        self._counts, self._tap = counts, tap
         self.weight = get.vector("ffn.router")
         if config.shared_gate:
             shared = get.vector("ffn.shared.router").view(1, -1)
@@ -62,12 +69,15 @@ class CudaRouter:
     def __call__(self, logits: torch.Tensor, batch: GpuBatch) -> Picks:
         """Return ids and weights `[rows, used]` for the router logits of rows; count the picks."""
         ids, weights = self._top_k(logits, batch).top_k()
-        # Padding rows have ids of -1 and weights of 0, so that their scale does not matter.
-        return Picks(ids, weights if self._scales is None else weights * self._scales[ids])
+        if self._scales is not None:
+            # Padding rows have ids of -1 and weights of 0, so that their scale does not matter.
+            weights = weights * self._scales[ids]
+        return Picks(ids if self._tap is None else self._tap(ids), weights)
 
     def picks_or_logits(self, logits: torch.Tensor, batch: GpuBatch) -> Picks | RouterLogits:
         """Return the top-k picks, or the logits if a fused kernel will do the top-k itself."""
-        return self._top_k(logits, batch) if self._scales is None else self(logits, batch)
+        fused = self._scales is None and self._tap is None  # a tap needs the picks themselves
+        return self._top_k(logits, batch) if fused else self(logits, batch)
 
     def _top_k(self, logits: torch.Tensor, batch: GpuBatch) -> RouterLogits:
         counts = self._counts.decode if is_decode(len(logits)) else self._counts.prefill
@@ -133,39 +143,35 @@ class CudaExpertsFfn:
         get: WeightSource,
         counts: RouterCounts,
         stored: StoredLayer | None = None,  # if some of the experts are cold
+        tap: LayerTap | None = None,
     ) -> None:
         self._config, self._eps, self._narrow = config, eps, narrow_type(get.case.dtype)
         self._norm = get.norm("ffn.norm")
-        self._router = CudaRouter(config, get, counts)
+        self._router = CudaRouter(config, get, counts, tap)
         paths = load_paths(config, get, stored)
-        self._experts, self.cpu_picks = paths.gpu, paths.cpu
+        self._experts, self.resolver = paths.gpu, paths.resolver
         self._shared, self._shared_tiles = None, None
         if config.shared_width:
-            apart = replace(get, to_compile=set())
             self._shared = (
-                load_merged(apart, ["ffn.shared.gate", "ffn.shared.up"]),
-                load_merged(apart, ["ffn.shared.down"]),
+                load_merged(get, ["ffn.shared.gate", "ffn.shared.up"]),
+                load_merged(get, ["ffn.shared.down"]),
             )
             self._shared_tiles = shared_expert_tiles(*self._shared)
-            if self._shared_tiles is None:  # otherwise the kernels of the routed experts run it
-                get.to_compile.update(apart.to_compile, {Gates(config.activation)})
 
     @part_of_step("experts")
     def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the outputs of each row's experts to the residual stream."""
         decoding = is_decode(len(x))
-        cpu = self.cpu_picks if decoding else None
+        resolver = self.resolver if decoding else None
+        asks_cpu = resolver is not None and resolver.asks_cpu
         normed = scratch.take(floats(*x.shape), x.device)
         # Decode steps need them for the CPU, or if rows are too wide to be scored by one kernel.
-        wanted = not decoding or cpu is not None or not can_score_with_norm(x.shape[1])
+        wanted = not decoding or asks_cpu or not can_score_with_norm(x.shape[1])
         norm = RowNorm(self._norm, self._eps, normed if wanted else None)
         rows, logits = scored_rows(x, self._router.weight, norm, self._norm, self._narrow)
-        picks: Picks | RouterLogits
-        if cpu is None:
-            picks = self._router.picks_or_logits(logits, batch)
-        else:  # first, so that the CPU computes while the following kernels run
-            picks = self._router(logits, batch)
-            cpu.ask(normed, *picks)
+        picks = self._router.picks_or_logits(logits, batch)
+        if resolver is not None:  # first, so that the CPU computes while the following kernels run
+            picks = resolver.resolve(normed if asks_cpu else None, picks)
         shared_tiles = self._shared_tiles if decoding else None
         addends = Addends(
             residual=x,
@@ -174,8 +180,8 @@ class CudaExpertsFfn:
             shared_tiles=shared_tiles,
         )
         _run(self._experts, rows, picks, addends, x)
-        if cpu is not None:
-            cpu.add_answers(x)
+        if resolver is not None:
+            resolver.add_answers(x)
 
     def _shared_answers(self, rows: CudaRows) -> torch.Tensor | None:
         if self._shared is None:
@@ -224,31 +230,33 @@ class CudaDenseAndExpertsFfn:
         get: WeightSource,
         counts: RouterCounts,
         stored: StoredLayer | None = None,  # if some of the experts are cold
+        tap: LayerTap | None = None,
     ) -> None:
         self._dense, self._eps, self._narrow = dense, eps, narrow_type(get.case.dtype)
         # The router's scale and 1 / sqrt(width) together act as the weight of its norm.
         scale = get.vector("ffn.router_scale")
         self._router_norm = scale.mul_(len(scale) ** -0.5)
-        self._router = CudaRouter(config, get, counts)
+        self._router = CudaRouter(config, get, counts, tap)
         self._before = get.norm("ffn.experts_norm")
         paths = load_paths(config, get, stored)
-        self._experts, self.cpu_picks = paths.gpu, paths.cpu
+        self._experts, self.resolver = paths.gpu, paths.resolver
         self._experts_after = get.norm("ffn.experts_post_norm")
         self._after = get.norm("ffn.post_norm")
 
     def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the normed sum of both parts to the residual stream."""
-        cpu = self.cpu_picks if is_decode(len(x)) else None
+        resolver = self.resolver if is_decode(len(x)) else None
+        asks_cpu = resolver is not None and resolver.asks_cpu
         answers = scratch.take(floats(*x.shape), x.device)
         # The rows for the CPU are in the memory to which the output is written later.
-        before = RowNorm(self._before, self._eps, None if cpu is None else answers)
+        before = RowNorm(self._before, self._eps, answers if asks_cpu else None)
         rows, logits = scored_rows(x, self._router.weight, before, self._router_norm, self._narrow)
-        picks = self._router(logits, batch)
-        if cpu is not None:
-            cpu.ask(answers, *picks)
+        picks: Picks | RouterLogits = self._router(logits, batch)
+        if resolver is not None:
+            picks = resolver.resolve(answers if asks_cpu else None, picks)
         routed = _run(self._experts, rows, picks, out=answers)
         dense = self._dense.outputs(x)
-        if cpu is not None:
-            cpu.add_answers(routed)
+        if resolver is not None:
+            resolver.add_answers(routed)
         total = norms.norm_add(dense, routed, self._experts_after, self._eps)
         norms.norm_add(x, total, self._after, self._eps)

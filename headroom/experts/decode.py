@@ -1,19 +1,25 @@
-"""The decode path of cold experts: in steps of few rows the CPU computes them for the GPU.
+"""The decode path of cold experts: in steps of few rows a layer's picks are resolved on the GPU.
 
-Inside a captured step the GPU publishes rows and cold picks in a mailbox in pinned memory, computes
-its own experts, and then waits for the CPU's answers. A C++ thread reads the mailbox and never
+Inside a captured step a kernel divides the experts that are not in GPU memory between the link and
+the CPU. It publishes the rows and the picks for the CPU in a mailbox in pinned memory. The GPU then
+computes its own experts, and waits for the CPU's answers. A C++ thread reads the mailbox and never
 takes the interpreter's lock.
 """
+
+from dataclasses import replace
 
 import torch
 
 from headroom.errors import DeviceError
+from headroom.experts.cache import RULES
 from headroom.experts.store import LayerStore
 from headroom.experts.telemetry import DecodeCounts
-from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.handover import COUNTS, LIMIT_MS, Mailbox, Takers
-from headroom.kernels.native.cold import ColdTable, ColdWorker
-from headroom.plan.cost_model import DecodeChoice
+from headroom.kernels.cuda import expert_cache, handover
+from headroom.kernels.cuda.expert_cache import CpuRequest, LayerTable
+from headroom.kernels.cuda.handover import COUNTS, LIMIT_MS, WORDS, Mailbox
+from headroom.kernels.cuda.route import RouterLogits
+from headroom.kernels.native.cold import ColdTable, ColdWorker, LayerCounts
+from headroom.kernels.ops import Picks
 
 
 class DecodeWorker:
@@ -24,22 +30,24 @@ class DecodeWorker:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._layers: list[CpuPicks] = []
+        self._layers: list[CpuPart] = []
         self._box: Mailbox | None = None
         self._worker: ColdWorker | None = None
 
     def add(
-        self, store: LayerStore, used: int, activation: str, choice: DecodeChoice
-    ) -> "CpuPicks":
+        self,
+        store: LayerStore,
+        used: int,
+        activation: str,
+        link: torch.Tensor,  # int32 on the GPU: of n misses of a step, how many cross the link
+    ) -> "CpuPart":
         """Add the next layer of a step, and return its part for the CPU."""
         assert self._worker is None
         table = ColdTable(
             store.host_addresses, store.kinds, store.width, store.hidden, used, activation
         )
-        in_place = torch.tensor(choice.in_place, dtype=torch.int32, device=self._device)
-        assert len(in_place) == used + 1
-        takers = Takers(store.is_hot, in_place)
-        part = CpuPicks(self, len(self._layers), takers, table, store.expert_bytes)
+        assert len(link) > used
+        part = CpuPart(self, len(self._layers), table, store.expert_bytes, link)
         self._layers.append(part)
         return part
 
@@ -59,6 +67,16 @@ class DecodeWorker:
         """The mailbox of a started worker."""
         assert self._box is not None
         return self._box
+
+    @property
+    def steps(self) -> int:
+        """The number of decode steps that the GPU has finished, modulo 2^32."""
+        return int(self.box.words[WORDS["DONE"]]) & 0xFFFFFFFF
+
+    def layer_counts(self) -> list[LayerCounts]:
+        """Return what the thread has done for each layer since it was started."""
+        assert self._worker is not None
+        return self._worker.layer_counts()
 
     def is_last(self, index: int) -> bool:
         """Return whether a layer is the last one of a step that may ask the CPU."""
@@ -102,6 +120,8 @@ class DecodeWorker:
             hot_s=totals["hot_ns"] / 1e9,
             wait_s=totals["wait_ns"] / 1e9,
             cold_s=work.busy_ns / 1e9,
+            linked=totals["gpu_picks"],
+            by_cpu=work.experts,
         )
 
     def close(self) -> None:
@@ -114,28 +134,53 @@ class DecodeWorker:
         self.close()
 
 
-class CpuPicks:
-    """The cold picks of one layer that the CPU computes: all, or those the GPU does not read."""
+class CpuPart:
+    """The misses of one layer that the CPU computes: those that do not cross the link."""
 
     def __init__(
         self,
         worker: DecodeWorker,
         index: int,  # among the worker's layers
-        takers: Takers,
         table: ColdTable,
         expert_bytes: int,
+        link: torch.Tensor,  # int32 on the GPU: of n misses of a step, how many cross the link
     ) -> None:
-        self._worker, self._index, self._takers = worker, index, takers
-        self.table, self.expert_bytes = table, expert_bytes
+        self._worker, self._index = worker, index
+        self.table, self.expert_bytes, self.link = table, expert_bytes, link
 
-    def ask(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Ask the CPU for its picks of normed rows, before the GPU's experts run.
-
-        The ids of the CPU's picks become -1, so that the GPU skips them.
-        """
-        handover.publish(x, ids, weights, self._takers, self._worker.box, self._index)
+    def request(self, x: torch.Tensor) -> CpuRequest:
+        """Return where the CPU is asked for the experts of normed rows."""
+        return CpuRequest(x, self._worker.box, self._index)
 
     def add_answers(self, out: torch.Tensor) -> None:
         """Wait for the CPU's answers and add them to `[rows, hidden]`."""
         last = self._worker.is_last(self._index)
         handover.collect(out, self._worker.box, self._index, last=last)
+
+
+class DecodeResolver:
+    """Resolves one layer's picks in decode steps: which are hits, and who takes the misses."""
+
+    def __init__(self, table: LayerTable, cpu: CpuPart | None = None) -> None:
+        self.table = table if cpu is None else replace(table, link=cpu.link)
+        self._cpu = cpu
+
+    @property
+    def asks_cpu(self) -> bool:
+        """Whether the CPU may be asked, which needs the normed rows in float32."""
+        return self._cpu is not None
+
+    def resolve(self, x: torch.Tensor | None, picks: Picks | RouterLogits) -> Picks:
+        """Return a step's picks with ids of -1 for those of the CPU, which begins to compute.
+
+        This runs before the kernels of the experts. `x` are the normed rows, if the CPU is asked.
+        """
+        if self._cpu is None:
+            return expert_cache.resolve(picks, self.table, RULES, None)
+        assert x is not None
+        return expert_cache.resolve(picks, self.table, RULES, self._cpu.request(x))
+
+    def add_answers(self, out: torch.Tensor) -> None:
+        """Wait for the CPU's answers, if it may be asked, and add them to `[rows, hidden]`."""
+        if self._cpu is not None:
+            self._cpu.add_answers(out)

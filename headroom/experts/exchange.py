@@ -1,13 +1,15 @@
 """Exchanges: a cold expert that is chosen often and a hot one that is not change places.
 
-`plan_exchanges` finds the pairs that are worth their copies. An `ExchangeRound` carries them out
-one after another while steps run, on the experts of a store (`StoreExchanges`). The options call
-an exchange a swap, and so do metric names and keys of JSON.
+`plan_exchanges` finds the pairs that are worth their copies: the counts differ by more than chance
+explains, and the exchange saves more time than it takes. An `ExchangeRound` carries the exchanges
+out one after another while steps run, on the experts of a store (`StoreExchanges`). The options
+call an exchange a swap, and so do metric names and keys of JSON.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf, log, sqrt
 from typing import TYPE_CHECKING
 
 from headroom.experts.placement import (
@@ -16,6 +18,11 @@ from headroom.experts.placement import (
     LayerExperts,
     check_counts,
     ranked,
+)
+from headroom.plan.cost_model import (
+    ColdSpeeds,
+    exchange_saves_seconds,
+    exchange_takes_seconds,
 )
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
@@ -29,6 +36,9 @@ class ExchangePolicy:
     min_gain: float = 1.0  # the cold expert must have at least so many choices more
     # The gain must exceed this share of the hot expert's choices, or equals would alternate.
     hysteresis: float = 0.25
+    # If all experts of the model are chosen equally often: the most that the chance of any exchange
+    # in a round may be. 1: the counts need not prove anything.
+    false_chance: float = 0.001
     per_layer: int = 1  # exchanges of one layer in a round
     most_bytes: int | None = None  # most bytes that a round sends over the link, both ways together
 
@@ -49,13 +59,25 @@ def plan_exchanges(
     counts: ExpertCounts,
     layers: Sequence[LayerExperts],
     policy: ExchangePolicy,
+    speeds: ColdSpeeds | None = None,
 ) -> list[Exchange]:
-    """Return the exchanges of one round: the largest gain first, the lower layer on ties."""
+    """Return the exchanges of one round: the largest gain first, the lower layer on ties.
+
+    With `speeds`, an exchange must save more time than it takes. Without, it need not: experts that
+    are left out while they are cold cost no time.
+    """
     check_counts(layers, counts)
+    pairs = sum(
+        len(hot) * (layer.experts - len(hot))
+        for hot, layer in zip(placement.hot, layers, strict=True)
+    )
+    errors = needed_errors(pairs, policy.false_chance)
     found = [
         exchange
         for index, layer in enumerate(layers)
-        for exchange in _plan_layer(index, placement.hot[index], counts[index], layer, policy)
+        for exchange in _pair(index, placement.hot[index], counts[index], layer, policy)
+        if _is_proved(exchange, counts[index], errors)
+        and _pays(exchange, counts[index], layer, speeds)
     ]
     found.sort(key=lambda exchange: (-exchange.gain, exchange.layer))
     chosen: list[Exchange] = []
@@ -69,14 +91,31 @@ def plan_exchanges(
     return chosen
 
 
-def _plan_layer(
+def needed_errors(pairs: int, false_chance: float) -> float:
+    """Return by how many standard errors the counts of a pair must differ to be no chance.
+
+    A round looks at the best of all pairs of a hot and a cold expert, so each pair may deceive it
+    with the chance `false_chance / pairs` only. If two experts are chosen equally often and have n
+    choices together, the standard error of their difference is at most sqrt(n), and by Hoeffding's
+    inequality the difference exceeds z * sqrt(n) with a chance of at most exp(-z * z / 2), however
+    few the choices are.
+    """
+    if false_chance >= 1:
+        return 0.0
+    return sqrt(2 * log(max(1, pairs) / false_chance)) if false_chance else inf
+
+
+def _pair(
     index: int,
     hot: Sequence[int],
     counts: Sequence[float],
     layer: LayerExperts,
     policy: ExchangePolicy,
 ) -> list[Exchange]:
-    """Pair the least chosen hot experts with the most chosen cold ones, as long as it pays."""
+    """Pair the least chosen hot experts with the most chosen cold ones, as far as the policy says.
+
+    Whether the counts prove a pair's gain, and whether it pays, is not asked here.
+    """
     order = ranked(counts)
     resident = set(hot)
     weakest = [expert for expert in reversed(order) if expert in resident]
@@ -88,6 +127,26 @@ def _plan_layer(
             break
         exchanges.append(Exchange(index, promoted, demoted, gain, layer.exchange_bytes))
     return exchanges
+
+
+def _is_proved(exchange: Exchange, counts: Sequence[float], errors: float) -> bool:
+    """Return whether a gain exceeds so many standard errors of the difference of two counts.
+
+    Counts that were scaled down vary less than their size says, so this asks rather too much.
+    """
+    both = counts[exchange.promoted] + counts[exchange.demoted]
+    return exchange.gain > errors * sqrt(both)
+
+
+def _pays(
+    exchange: Exchange, counts: Sequence[float], layer: LayerExperts, speeds: ColdSpeeds | None
+) -> bool:
+    """Return whether an exchange saves more time than it takes, if choices go on as counted."""
+    if speeds is None:
+        return True
+    per_token = exchange.gain * layer.used / sum(counts)
+    saved_s = exchange_saves_seconds(speeds, layer.expert_bytes, per_token)
+    return saved_s > exchange_takes_seconds(speeds, exchange.copied_bytes)
 
 
 def recent(counts: ExpertCounts, used: Sequence[int], tokens: int) -> tuple[tuple[float, ...], ...]:
@@ -115,8 +174,9 @@ class StoreExchanges:
         layers: Sequence[LayerExperts],
         *,
         same_bits: bool,  # hot and cold experts give the same results, bit by bit
+        speeds: ColdSpeeds | None = None,  # of decode steps; None: cold experts cost no time
     ) -> None:
-        self._store, self.same_bits = store, same_bits
+        self._store, self.same_bits, self.speeds = store, same_bits, speeds
         self._changing: LayerStore | None = None  # the layer of the exchange that was begun last
         self._layers = tuple(
             layer

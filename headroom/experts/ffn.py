@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headroom.experts.store import LayerStore, drop_cold, fill_rows
+from headroom.experts.taps import LayerTap
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.ops import ExpertsOp, Picks, RouteOp, RouterRule
 from headroom.kernels.reference.elementwise import sigmoid
@@ -37,7 +38,13 @@ def router_rule(config: ExpertsConfig) -> RouterRule:
 class Router:
     """Scores all experts in float32 and picks the top k by the family's rule."""
 
-    def __init__(self, config: ExpertsConfig, get: WeightSource, counts: torch.Tensor) -> None:
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        get: WeightSource,
+        counts: torch.Tensor,
+        tap: LayerTap | None = None,
+    ) -> None:
         exact = replace(get.case, dtype="f32")
         self._logits = Linear(get.float32("ffn.router"), exact)
         self._rule = router_rule(config)
@@ -45,11 +52,14 @@ class Router:
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
         self._counts = counts  # int64 [experts]: this layer's row of RoutingStats
         self._route: RouteOp = pick("route", exact).run
+        self._tap = tap
 
     def __call__(self, x: torch.Tensor) -> Picks:
         """Return the picked experts of rows, and count the picks."""
         ids, weights = self._route(self._logits(x), self._rule, self._bias, self._counts)
-        return Picks(ids, weights if self._scales is None else weights * self._scales[ids])
+        if self._scales is not None:
+            weights = weights * self._scales[ids]
+        return Picks(ids if self._tap is None else self._tap(ids), weights)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,8 +207,9 @@ class ExpertsFfn:
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
         store: LayerStore | None = None,  # if some of the experts are cold
+        tap: LayerTap | None = None,
     ) -> None:
-        self._router = Router(config, get, counts)
+        self._router = Router(config, get, counts, tap)
         self._experts = routed_experts(config, get, scratch, store)
         self._shared = SharedExpert(config, get) if config.shared_width else None
 
@@ -221,12 +232,13 @@ class DenseAndExpertsFfn:
         counts: torch.Tensor,  # this layer's row of RoutingStats
         scratch: torch.Tensor,  # of the stage; layers use it one after another
         store: LayerStore | None = None,  # if some of the experts are cold
+        tap: LayerTap | None = None,
     ) -> None:
         self._dense = dense
         # The router's scale and 1 / sqrt(width) together act as the weight of its norm.
         scale = get.vector("ffn.router_scale")
         self._router_norm = RmsNorm(scale.mul_(len(scale) ** -0.5), eps, get.case)
-        self._router = Router(config, get, counts)
+        self._router = Router(config, get, counts, tap)
         self._before = RmsNorm(get.norm("ffn.experts_norm"), eps, get.case)
         self._experts = routed_experts(config, get, scratch, store)
         self._after = RmsNorm(get.norm("ffn.experts_post_norm"), eps, get.case)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headroom.errors import FormatError, PlanError
-from headroom.formats.json_files import read_object, replace_text
+from headroom.formats.atomic import replace_text
+from headroom.formats.json_files import read_object
 from headroom.units import counted, gib
 
-VERSION = 1
+RECORDS_VERSION = 1
 # Even routing is added to the counts with the weight of so many tokens: it outweighs a short
 # history and vanishes in a long one. With it the expected hit rate at 8 of 256 experts is at most
 # 0.05 too high.
@@ -179,7 +180,7 @@ def _greedy(
 
 def save_placement(path: Path, placement: ExpertPlacement, identity: str) -> None:
     """Save a placement with the identity of its model."""
-    table = {"version": VERSION, "model": identity, "hot": placement.hot}
+    table = {"version": RECORDS_VERSION, "model": identity, "hot": placement.hot}
     replace_text(path, json.dumps(table) + "\n")
 
 
@@ -210,8 +211,8 @@ def read_table(path: Path, what: str, identity: str) -> Mapping[str, object]:
     """Return the JSON object of a file; refuse a file that is not of this model or version."""
     try:
         table = read_object(path)
-        if table.get("version") != VERSION:
-            raise ValueError(f"it has no version {VERSION}")
+        if table.get("version") != RECORDS_VERSION:
+            raise ValueError(f"it has no version {RECORDS_VERSION}")
     except FileNotFoundError as error:
         raise FormatError(f"There is no {what} file {path}.", hint="Name another.") from error
     except (OSError, ValueError, RecursionError) as error:

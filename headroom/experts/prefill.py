@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 import torch
 
+from headroom.experts.cache import RULES
 from headroom.experts.copies import (
     BouncedCopies,
     CopyQueue,
@@ -28,10 +29,12 @@ from headroom.experts.copies import (
     pinned_empty,
     read_back,
 )
-from headroom.experts.store import LayerStore, runs
+from headroom.experts.prompt_speeds import PromptSpeeds
+from headroom.experts.store import NOWHERE, SPARE, LayerStore, Residency, runs
 from headroom.experts.telemetry import ColdCosts
-from headroom.kernels.cuda import experts_prefill, scratch
+from headroom.kernels.cuda import expert_cache, experts_prefill, scratch
 from headroom.kernels.cuda.buffers import ALIGNMENT, Buffer
+from headroom.kernels.cuda.expert_cache import COUNTERS
 from headroom.kernels.cuda.experts import NO_ADDENDS, Addends, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import (
     ChosenRows,
@@ -51,8 +54,13 @@ from headroom.plan.cost_model import (
     expert_operations,
     left_to_cpu,
     most_counted_rows,
+    prefill_cpu_seconds,
 )
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
+
+# If a speed changes by this factor, a layer asks anew which steps should wait for their picks: that
+# takes the host about a millisecond.
+CHANGED_SPEED = 1.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,11 +112,6 @@ class PrefillCpu:
         return out, time.perf_counter() - began
 
 
-# Instead of a row of cold memory: the expert lies in the spare buffer, after a failed exchange. Not
-# -1, which would be a neighbour of row 0.
-ELSEWHERE = -2
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BufferLoad:
     """Cold experts that are copied to one staging buffer."""
@@ -129,7 +132,7 @@ class GroupExperts:
 class _Locations:
     """Where a layer's experts lie; valid until an exchange moves one."""
 
-    addresses: torch.Tensor  # a copy of the store's host addresses that the rest was found for
+    residency: Residency  # for which the rest was found
     hot: list[bool]  # by expert
     rows: dict[int, int]  # of cold memory, by cold expert
 
@@ -165,18 +168,18 @@ class LayerLoads:
         return self._groups(cold, group_bounds(self._tiles))
 
     def rows(self) -> Mapping[int, int]:
-        """Return each cold expert's row of cold memory; ELSEWHERE after a failed exchange."""
+        """Return each cold expert's row of cold memory; SPARE after a failed exchange."""
         return self._find_locations().rows
 
     def _find_locations(self) -> _Locations:
         """Return where experts lie now; found anew after an expert has moved."""
-        now, store = self._store.host_addresses, self._store
-        if self._locations is None or not torch.equal(now, self._locations.addresses):
-            size, first, end = store.expert_bytes, store.cold.data_ptr(), len(store.cold)
-            addresses = now[:, 0].tolist()
-            found = {e: (at - first) // size for e, at in enumerate(addresses) if at}
-            rows = {e: row if 0 <= row < end else ELSEWHERE for e, row in found.items()}
-            self._locations = _Locations(now.clone(), [not at for at in addresses], rows)
+        now = self._store.residency
+        if self._locations is None or self._locations.residency is not now:
+            hot, rows = now.is_hot.tolist(), now.row.tolist()
+            cold = {
+                expert: row for expert, row in enumerate(rows) if not hot[expert] and row != NOWHERE
+            }
+            self._locations = _Locations(now, hot, cold)
         return self._locations
 
     def _groups(
@@ -204,8 +207,8 @@ class LayerLoads:
         sources = []
         for first, end in runs(rows):
             blobs = self._store.cold[first:end]
-            if first == ELSEWHERE:
-                found = self._store.cold_of(by_row[ELSEWHERE])
+            if first == SPARE:
+                found = self._store.cold_of(by_row[SPARE])
                 assert found is not None
                 blobs = found
             sources.append(blobs)
@@ -231,14 +234,14 @@ class ColdStream:
         expert_bytes: int,  # of the largest expert of any layer
         experts: int,  # the most of any layer
         queue: CopyQueue,
-        speeds: ColdSpeeds,
+        speeds: PromptSpeeds,
     ) -> None:
         planned = buffer_bytes(expert_bytes, experts)
         size = min(planned, len(staging) // STREAM_BUFFERS // ALIGNMENT * ALIGNMENT)
         assert size >= expert_bytes
         self.buffer_bytes = size
         self.downs = staging[STREAM_BUFFERS * size :]
-        self.speeds = speeds if MODULE is not None else speeds.without_cpu
+        self.speeds = speeds
         self.layers: list[StreamedLayer] = []  # in the order of the model
         self.counts = ColdCosts()
         # Times how long the computing waits for copies; None without a GPU.
@@ -249,6 +252,10 @@ class ColdStream:
         self._coming: deque[BufferLoad] = deque()  # not yet unpacked, in the order of their use
         self._sent = 0  # how many of them are in buffers or being copied
         self._rooms: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}  # of downs
+        # int64 on the GPU: rows of a step whose picks fill slots, as the next tokens are likely to
+        # pick the same experts; None: no prompt ends in this step.
+        self.ends: torch.Tensor | None = None
+        self.uncounted = torch.zeros(len(COUNTERS), dtype=torch.int64, device=staging.device)
 
     def add(
         self, tiles: ExpertTiles, store: LayerStore, activation: str, cold_picks: float
@@ -326,15 +333,24 @@ class StreamedLayer:
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._loads = LayerLoads(tiles, store, stream.buffer_bytes // store.expert_bytes)
-        cold = ColdLayer(
+        # Exchanges leave as many experts cold, and make cold picks fewer.
+        self._cold = ColdLayer(
             size=self._size,
             experts=len(self._loads.rows()),
             picks=cold_picks,
             ahead_bytes=STREAM_BUFFERS * stream.buffer_bytes,
         )
-        # The most rows of a step that waits for its picks. Computed once: exchanges leave as many
-        # experts cold, and make cold picks fewer.
-        self.counted_rows = most_counted_rows(cold, stream.speeds)
+        self._counted_by = stream.speeds.now  # the speeds that `_counted_rows` was found for
+        self._counted_rows = most_counted_rows(self._cold, self._counted_by)
+        self._first_counted_rows = self._counted_rows
+
+    @property
+    def counted_rows(self) -> int:
+        """The most rows of a step that waits for its picks; found anew when speeds have changed."""
+        now, then = self._stream.speeds.now, self._counted_by
+        if _differ(now.cpu, then.cpu) or _differ(now.copy, then.copy):
+            self._counted_rows, self._counted_by = most_counted_rows(self._cold, now), now
+        return self._counted_rows
 
     def many_rows(
         self,
@@ -346,9 +362,31 @@ class StreamedLayer:
         """Return the weighted sum of each row's experts and addends."""
         rows = as_narrow(x)
         chosen = ChosenRows(rows.values, *picks, rows.powers)
-        if len(picks.ids) <= self.counted_rows:
-            return self._counted(chosen, addends, out)
-        return self._streamed(chosen, self._loads.all_groups(), addends, out)
+        if self._waits_for_picks(len(picks.ids)):
+            out = self._counted(chosen, addends, out)
+        else:
+            out = self._streamed(chosen, self._loads.all_groups(), addends, out)
+        self._fill_slots(picks)
+        return out
+
+    def _fill_slots(self, picks: Picks) -> None:
+        """Let the picks of the ends of prompts fill slots, if the layer has a cache."""
+        if (ends := self._stream.ends) is None:
+            return
+        table = self._store.lookup
+        if table.filling is None:
+            return
+        last = Picks(picks.ids.index_select(0, ends), picks.weights.index_select(0, ends))
+        uncounted = replace(table, counts=self._stream.uncounted, seen=None)
+        expert_cache.resolve(last, uncounted, RULES, None)
+        expert_cache.fill(table.filling)
+
+    def _waits_for_picks(self, rows: int) -> bool:
+        """Return whether a step of so many rows waits for its picks before it copies experts."""
+        if rows <= self.counted_rows:
+            return True
+        # It would if the CPU were as fast as it was: one layer finds out.
+        return rows <= self._first_counted_rows and self._stream.speeds.probe_due
 
     def _streamed(
         self,
@@ -375,12 +413,15 @@ class StreamedLayer:
         """Wait for the picks; copy some of the picked experts, and leave others to the CPU."""
         stream, tiles, cold = self._stream, self._tiles, self._loads.rows()
         read = [chosen.ids]
-        if stream.speeds.cpu_takes_prefill:
+        speeds = stream.speeds.now
+        if speeds.cpu_takes_prefill:
             read += [_floats(chosen), chosen.weights]
         ids, *rows = read_back(read, stream.read_room)
         by_expert = count_picks(ids, len(tiles.addresses))
         used = {expert: by_expert[expert] for expert in cold if by_expert[expert]}
-        left = left_to_cpu(used, self._size, stream.speeds)
+        left = left_to_cpu(used, self._size, speeds)
+        if not left and used and stream.speeds.probe_due:
+            left = frozenset({min(used, key=lambda expert: (used[expert], expert))})
         streamed = {expert: cold[expert] for expert in used if expert not in left}
         if not left:
             return self._streamed(chosen, self._loads.some_groups(streamed), addends, out)
@@ -399,6 +440,10 @@ class StreamedLayer:
         answers, took_s = asked.result()
         stream.counts.cpu_bytes += len(left) * self._size.bytes
         stream.counts.cpu_s += took_s
+        stream.speeds.cpu_took(
+            prefill_cpu_seconds([used[expert] for expert in left], self._size, stream.speeds.start),
+            took_s,
+        )
         return out.add_(answers.to(out.device, non_blocking=True))
 
     def _on_cpu(self) -> CpuLayer:
@@ -443,18 +488,32 @@ class _Arriving:
 
 
 def open_stream(
-    staging: torch.Tensor, expert_bytes: int, experts: int, *, pinned: bool, speeds: ColdSpeeds
+    staging: torch.Tensor,
+    expert_bytes: int,
+    experts: int,
+    *,
+    pinned: bool,
+    speeds: ColdSpeeds,
+    follows: bool = False,
 ) -> ColdStream:
     """Return a stream of copies to the GPU that holds the staging buffers.
 
-    `expert_bytes` and `experts` are the largest of any layer; `pinned` is the cold memory.
+    `expert_bytes` and `experts` are the largest of any layer; `pinned` is the cold memory. With
+    `follows`, what the CPU computes follows the measured speeds of both sides.
     """
-    queue: CopyQueue = CudaCopies(staging.device)
+    usable = speeds if MODULE is not None else speeds.without_cpu
+    now = PromptSpeeds(usable, follows=follows)
+    queue: CopyQueue = CudaCopies(staging.device, now.copied if follows else None)
     if not pinned:
         size = buffer_bytes(expert_bytes, experts)
         buffers = [pinned_empty((size,), torch.uint8) for _ in range(STREAM_BUFFERS)]
         queue = BouncedCopies(queue, buffers)
-    return ColdStream(staging, expert_bytes, experts, queue, speeds)
+    return ColdStream(staging, expert_bytes, experts, queue, now)
+
+
+def _differ(now: float, then: float) -> bool:
+    """Return whether a speed has changed so much that a rule should be asked again."""
+    return max(now, then) > CHANGED_SPEED * min(now, then)
 
 
 def count_picks(ids: torch.Tensor, experts: int) -> list[int]:

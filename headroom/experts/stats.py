@@ -12,12 +12,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from headroom.errors import FormatError, OptionError
-from headroom.experts.placement import VERSION, LayerExperts, check_counts, read_table
-from headroom.formats.json_files import check_folder, replace_text
+from headroom.experts.placement import RECORDS_VERSION, LayerExperts, check_counts, read_table
+from headroom.formats.atomic import replace_text
+from headroom.formats.json_files import check_folder
 from headroom.options import OFF
 from headroom.plan.shape import ModelShape
 
@@ -57,6 +59,20 @@ class RoutingStats:
         """Return all choices so far, and those of decode steps alone, by one copy."""
         host = self._counts.to("cpu", copy=True)
         return host.sum(0), host[0]
+
+    def like(self) -> "RoutingStats":
+        """Return empty counts of the same layers and experts on the same device."""
+        _, layers, experts = self._counts.shape
+        return RoutingStats(layers, experts, str(self._counts.device))
+
+    def add(self, layers: torch.Tensor, ids: torch.Tensor, *, decode: bool) -> None:
+        """Count picks `[layers, rows, used]` of some layers; negative ids are no picks.
+
+        `layers` has their numbers, int64. Everything stays on the device.
+        """
+        counts = self._counts[0 if decode else 1]
+        flat = layers[:, None, None] * counts.shape[1] + ids.clamp(min=0)
+        counts.view(-1).scatter_add_(0, flat.view(-1), (ids >= 0).long().view(-1))
 
     def clear(self) -> None:
         """Forget all choices, such as those of rows that only warmed up a device."""
@@ -102,7 +118,7 @@ class RoutingHistory:
 def save_history(path: Path, history: RoutingHistory, identity: str) -> None:
     """Save a history with the identity of its model."""
     table = {
-        "version": VERSION,
+        "version": RECORDS_VERSION,
         "model": identity,
         "saved_at": history.saved_at,
         "counts": [[round(count, 3) for count in row] for row in history.counts],
@@ -163,6 +179,7 @@ class StatsFile:
 
     path: Path | None  # None: the history is not saved
     history: RoutingHistory  # faded to the time when it was read
+    broken: tuple[Path, ...] = ()  # files that are moved aside when the history is saved
 
     @property
     def counts(self) -> tuple[tuple[float, ...], ...] | None:
@@ -184,7 +201,7 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
 
     `wanted` is the setting routing_stats. A file that the user names must be valid and of this
     model. A file that is only found, beside the model or in the home folder, is ignored with a
-    warning if it is not.
+    warning if it is not; it is moved aside when new statistics are saved.
     """
     empty = RoutingHistory.empty(model.layers, now)
     if wanted == OFF or not model.has_experts:
@@ -193,11 +210,21 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
         return _named(Path(wanted).expanduser(), model, empty)
     next_to_model, at_home = default_paths(model, home)
     save_to = next((path for path in (next_to_model, at_home) if writable(path)), None)
-    found = [path for path in (next_to_model, at_home) if path.is_file()]
-    if not found:
-        return StatsFile(save_to, empty)
-    history = _found(found, model, now)
-    return StatsFile(None, empty) if history is None else StatsFile(save_to, history)
+    read, broken = [], []
+    for path in (next_to_model, at_home):
+        try:
+            if path.is_file():
+                read.append(_ReadHistory(load_history(path, model.identity, model.layers), path))
+        except FormatError as error:
+            log.warning(
+                "routing: %s is not used, and is moved to %s when new statistics are saved: %s",
+                path,
+                _aside(path),
+                error.message,
+            )
+            broken.append(path)
+    history = _newest(read, now) if read else empty
+    return StatsFile(save_to, history, tuple(broken))
 
 
 def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
@@ -209,9 +236,9 @@ def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     check_folder(path, "routing_stats")
     history = empty
-    if path.exists():
+    if path.exists() and path.stat().st_size:  # an empty file is a new one
         loaded = load_history(path, model.identity, model.layers)
-        history = _newest([(loaded, path)], empty.saved_at)
+        history = _newest([_ReadHistory(loaded, path)], empty.saved_at)
     if writable(path):
         return StatsFile(path, history)
     if not path.exists():
@@ -224,35 +251,29 @@ def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:
     return StatsFile(None, history)
 
 
-def _found(paths: Sequence[Path], model: StatsModel, now: float) -> RoutingHistory | None:
-    """Return the history in files that the user did not name; None if one of them is bad."""
-    read = []
-    for path in paths:
-        try:
-            read.append((load_history(path, model.identity, model.layers), path))
-        except FormatError as error:
-            log.warning(
-                "routing: statistics are neither used nor saved, now and at every start until %s "
-                "is deleted or --routing-stats names another file; the run goes on with even "
-                "placement, unless --placement names another: %s",
-                path,
-                error.message,
-            )
-            return None
-    return _newest(read, now)
+class _ReadHistory(NamedTuple):
+    """A history and the file that it was read from."""
+
+    history: RoutingHistory
+    path: Path
 
 
-def _newest(read: Sequence[tuple[RoutingHistory, Path]], now: float) -> RoutingHistory:
+def _newest(read: Sequence[_ReadHistory], now: float) -> RoutingHistory:
     """Return the history that was saved last, faded to now.
 
     If the model's folder cannot be written, the file in the home folder continues the one beside
     the model. The one beside the model is newer if somebody has replaced it since.
     """
-    loaded, path = max(read, key=lambda both: both[0].saved_at)
+    loaded, path = max(read, key=lambda one: one.history.saved_at)
     # Counts from the future (the clock was wrong) would not fade until then.
     history = replace(loaded, saved_at=min(loaded.saved_at, now)).decayed(now)
     log.info("routing: %.0f choices from %s", history.total, path)
     return history
+
+
+def _aside(path: Path) -> Path:
+    """Return the name that a broken file gets when a new one is saved."""
+    return path.with_name(path.name + ".broken")
 
 
 def writable(path: Path) -> bool:
@@ -270,6 +291,7 @@ class HistoryKeeper:
 
     def __init__(self, file: StatsFile, identity: str) -> None:
         self._path, self._history, self._identity = file.path, file.history, identity
+        self._broken = file.broken
         self._taken = [[0] * len(row) for row in file.history.counts]  # counts added so far
         self._unsaved = False
 
@@ -295,9 +317,17 @@ class HistoryKeeper:
         if self._path is None or not self._unsaved:
             return
         try:
+            self._move_aside()
             save_history(self._path, self._history, self._identity)
         except OSError as error:
             log.warning("routing: cannot save %s: %s", self._path, error.strerror)
             return
         self._unsaved = False
         log.info("routing: %.0f choices saved to %s", self._history.total, self._path)
+
+    def _move_aside(self) -> None:
+        """Rename broken files, so that they are neither read again nor lost."""
+        for path in self._broken:
+            if writable(path) and path.exists():
+                path.replace(_aside(path))
+        self._broken = ()

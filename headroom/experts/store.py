@@ -14,11 +14,14 @@ from itertools import accumulate
 import torch
 
 from headroom.errors import DeviceError
+from headroom.experts.cache import POLICIES, Policy, policies_for
 from headroom.experts.copies import CopyQueue, Mark, open_copies, pinned_empty
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
+from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.buffers import ALIGNMENT, aligned
+from headroom.kernels.cuda.expert_cache import Filling, LayerTable
 from headroom.kernels.cuda.experts import EXPERT_MATRICES, Kinds
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MISSING
@@ -36,6 +39,8 @@ from headroom.plan.settings import holds_cold
 from headroom.units import counted, gib
 
 log = logging.getLogger(__name__)
+
+FIRST_POLICY: Policy = "counts"  # of a cache that chooses its policy by itself
 
 # Instead of a slot or row: the expert is not in this memory; it is in this memory's spare buffer.
 NOWHERE, SPARE = -1, -2
@@ -160,12 +165,23 @@ class OpenExchange:
     moved: Mark | None = None  # when both are at their new places; None: not started, or failed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """What a layer needs whose slots change hands within steps; tensors are on the GPU."""
+
+    policy: Policy  # at the start
+    words: torch.Tensor  # int32: the fills of a step; all layers use it one after another
+    counts: torch.Tensor  # int64 [expert_cache.COUNTERS]
+    seen: torch.Tensor  # int32: the picks of a step
+
+
 class LayerStore:
     """The experts of one layer, and the table by which kernels find them.
 
-    Only exchanges move experts. The table finds every expert whole at any moment: a place is
-    written only while no address in the table points there, and only after the steps have ended
-    that were launched while one did.
+    The table finds every expert whole at any moment. In a layer with a cache, host memory holds
+    every expert, and steps change which of them are in slots, too. In any other layer only
+    exchanges move experts: a place is written only while no address in the table points there, and
+    only after the steps have ended that were launched while one did.
     """
 
     def __init__(
@@ -177,6 +193,8 @@ class LayerStore:
         spare: SpareBuffers,
         memory: HostMemory,
         choice: DecodeChoice,
+        table: torch.Tensor | None = None,  # uint8 [table_bytes] on the GPU
+        cache: LayerCache | None = None,
     ) -> None:
         self.blobs = blobs
         self.choice = choice  # who computes the cold ones in decode steps
@@ -189,11 +207,59 @@ class LayerStore:
         self._spare, self._memory = spare, memory
         self._residency = initial_residency(blobs.experts, sorted(hot), len(cold))
         # Addresses and flags in one tensor, so that one copy changes both.
-        size = table_bytes(blobs.experts)
-        self._device_table = torch.empty(size, dtype=torch.uint8, device=slots.device)
-        self.addresses, self.is_hot = table_views(self._device_table)
+        if table is None:
+            size = table_bytes(blobs.experts)
+            table = torch.empty(size, dtype=torch.uint8, device=slots.device)
+        self._device_table, self._cache = table, cache
+        # In a layer with a cache, an expert in slot n has n + 1 in `is_hot`.
+        self.addresses, self.is_hot = table_views(table)
+        # Where the CPU finds experts: cold ones; in a layer with a cache, all.
         self.host_addresses = torch.zeros(blobs.experts, EXPERT_MATRICES, dtype=torch.int64)
+        self.lookup = self._lookup()
         self._publish(self._residency)
+
+    def _lookup(self) -> LayerTable:
+        """Return what a decode step resolves its picks by."""
+        cache, starts = self._cache, self.blobs.starts
+        if cache is None:
+            counts = torch.zeros(len(expert_cache.COUNTERS), dtype=torch.int64)
+            return LayerTable(self.is_hot, self.addresses, counts.to(self.slots.device))
+        state = expert_cache.new_state(self.experts, POLICIES.index(cache.policy))
+        return LayerTable(
+            place=self.is_hot,
+            addresses=self.addresses,
+            counts=cache.counts,
+            state=state.to(self.slots.device),
+            filling=Filling(cache.words, self.cold, self.slots, starts[2]),
+            starts=(starts[1], starts[2]),
+            seen=cache.seen,
+        )
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether steps change which experts are in slots."""
+        return self._cache is not None
+
+    @property
+    def residency(self) -> Residency:
+        """Where experts are; another object after any of them has moved.
+
+        In a layer with a cache: where they were when `take_places` was called last.
+        """
+        return self._residency
+
+    def set_policy(self, policy: int) -> None:
+        """Let another of cache.POLICIES decide in the steps that are launched from now on."""
+        assert self.lookup.state is not None
+        self.lookup.state[:1].fill_(policy)
+
+    def take_places(self, table: torch.Tensor) -> None:
+        """Take note of where the experts of a layer with a cache are, by a copy of its table."""
+        _, place = table_views(table)
+        slot = place.long() - 1
+        slot[slot < 0] = NOWHERE
+        if not torch.equal(slot, self._residency.slot):
+            self._residency = Residency(slot, self._residency.row)
 
     @property
     def experts(self) -> int:
@@ -373,7 +439,10 @@ class LayerStore:
         slot = addresses_of(residency.slot, self.slots, self._spare.device)
         row = addresses_of(residency.row, self.cold, self._spare.host)
         starts, is_hot = torch.tensor(self.blobs.starts), residency.is_hot
-        not_cold = is_hot | (residency.row == NOWHERE)
+        if self.is_cached:
+            not_cold = torch.zeros_like(is_hot)
+        else:
+            not_cold = is_hot | (residency.row == NOWHERE)
         cold = torch.where(not_cold[:, None], 0, row[:, None] + starts)
         readable = cold if self.readable else torch.zeros_like(cold)
         spare = self._spare
@@ -382,7 +451,7 @@ class LayerStore:
         table = spare.table[: len(self._device_table)]
         addresses, flags = table_views(table)
         addresses.copy_(torch.where(is_hot[:, None], slot[:, None] + starts, readable))
-        flags.copy_(is_hot)
+        flags.copy_(residency.slot + 1 if self.is_cached else is_hot)
         copy_bytes(self._device_table, table)
         spare.table_read = spare.copies.mark()
         self.host_addresses.copy_(cold)
@@ -402,6 +471,11 @@ class ExpertStore:
     placement: ExpertPlacement  # when it was loaded
     spare: SpareBuffers
     memory: HostMemory
+    tables: torch.Tensor  # uint8 on the GPU: the tables of all layers, one after another
+    cache_counts: torch.Tensor  # int64 [layers, expert_cache.COUNTERS] on the GPU
+    seen: torch.Tensor  # int32 [layers, picks] on the GPU: a decode step's picks, with a cache
+    first_policy: Policy  # of the caches at the start
+    chooses_policy: bool  # whether shadows choose their policy from then on
 
     @property
     def pinned(self) -> bool:
@@ -433,8 +507,27 @@ class ExpertStore:
         """Bytes of all experts in host memory; 0: cold ones are dropped, and none can move."""
         return sum(layer.cold.nbytes for layer in self.layers if layer is not None)
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether steps of some layers change which experts are in slots."""
+        return any(layer is not None and layer.is_cached for layer in self.layers)
+
+    def take_places(self) -> None:
+        """Learn from the GPU where the experts of layers with a cache are; waits for its steps."""
+        if not self.is_cached:
+            return
+        tables, at = self.tables.cpu(), 0
+        for layer in self.layers:
+            if layer is None:
+                continue
+            size = table_bytes(layer.experts)
+            if layer.is_cached:
+                layer.take_places(tables[at : at + size])
+            at += aligned(size)
+
     def current_placement(self) -> ExpertPlacement:
-        """Return which experts are hot now."""
+        """Return which experts are hot now; may wait for the GPU."""
+        self.take_places()
         hot = tuple(
             loaded if layer is None else layer.hot
             for loaded, layer in zip(self.placement.hot, self.layers, strict=True)
@@ -468,12 +561,31 @@ class StoreRequest:
     pin: bool
     keep_copy: bool  # of hot experts in host memory
     staging_bytes: int  # on the device: staging buffers and the spare buffer together
+    policy: str = "static"  # by which slots change hands: "auto" or one of cache.POLICIES
 
     def cold_rows(self, layout: BlobLayout | None, hot: int) -> int:
         """Return the rows of cold memory for a layer of which so many experts are hot."""
         if layout is None or hot == layout.experts or not holds_cold(self.cold, self.keep_copy):
             return 0
         return layout.experts if self.keep_copy else layout.experts - hot
+
+    @property
+    def first_policy(self) -> Policy:
+        """The policy of caches at the start."""
+        return next((policy for policy in POLICIES if policy == self.policy), FIRST_POLICY)
+
+    def cache_policy(
+        self, layout: BlobLayout, slots: int, choice: DecodeChoice, *, pinned: bool
+    ) -> Policy | None:
+        """Return the policy of a layer's cache at the start; None if it has none.
+
+        A cache needs every expert in host memory, where the GPU can read it, and enough slots.
+        """
+        if self.policy == "static" or not (self.keep_copy and pinned and layout.tiles):
+            return None
+        if choice.path == "drop" or not any(choice.in_place):
+            return None
+        return self.first_policy if self.first_policy in policies_for(slots, layout.used) else None
 
 
 def blob_layout(config: ExpertsConfig, get: WeightSource, *, tiles: bool) -> BlobLayout:
@@ -518,15 +630,33 @@ def open_store(
     copies = open_copies(torch.device(device))
     spare = SpareBuffers(staging[:largest], on_host, staging[aligned(largest) :], table, copies)
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
-    layers = tuple(
-        None
-        if layout is None or choice is None or not mixed[index]
-        else LayerStore(
-            layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory, choice
+    stored = [x if some else None for x, some in zip(layouts, mixed, strict=True)]
+    rooms = [0 if x is None else aligned(table_bytes(x.experts)) for x in stored]
+    tables = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+    words = torch.zeros(expert_cache.FILL_WORDS, dtype=torch.int32, device=device)
+    counts = torch.zeros(len(layouts), len(expert_cache.COUNTERS), dtype=torch.int64, device=device)
+    seen = torch.full((len(layouts), expert_cache.MOST_FILLS), -1, dtype=torch.int32, device=device)
+    layers: list[LayerStore | None] = []
+    for index, (layout, choice) in enumerate(zip(stored, choices, strict=True)):
+        if layout is None or choice is None:
+            layers.append(None)
+            continue
+        policy = request.cache_policy(layout, slots[index], choice, pinned=memory.pinned)
+        cache = None
+        if policy is not None:
+            cache = LayerCache(policy, words, counts[index], seen[index])
+        at = sum(rooms[:index])
+        layers.append(
+            LayerStore(
+                *(layout, hot_ids[index], slot_rows[index], cold_rows[index], spare, memory),
+                *(choice, tables[at : at + table_bytes(layout.experts)], cache),
+            )
         )
-        for index, (layout, choice) in enumerate(zip(layouts, choices, strict=True))
+    store = ExpertStore(
+        *(tuple(layers), request.placement, spare, memory, tables, counts, seen),
+        first_policy=request.first_policy,
+        chooses_policy=request.policy == "auto",
     )
-    store = ExpertStore(layers, request.placement, spare, memory)
     count("expert_staging", staging.nbytes)
     count("expert_spare", largest)
     _log(store, layouts, device)
@@ -552,6 +682,7 @@ def decode_choices(
             layout.used,
             request.placement.hit_rate(index, layout.experts),
             request.cold,
+            even_rate=len(request.placement.hot[index]) / layout.experts,
         )
         for index, layout in enumerate(layouts)
     ]
@@ -581,16 +712,18 @@ def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) 
 
 def _described(store: ExpertStore) -> str:
     """Return who computes cold experts, with the number of layers where they differ."""
-    found = Counter(_path_words(x.choice) for x in store.layers if x is not None)
+    found = Counter(_path_words(x) for x in store.layers if x is not None)
     if len(found) == 1:
         return next(iter(found))
     return ", ".join(f"{words} in {counted(count, 'layer')}" for words, count in found.items())
 
 
-def _path_words(choice: DecodeChoice) -> str:
+def _path_words(layer: LayerStore) -> str:
+    choice = layer.choice
     words = {"gpu": "read by the GPU", "cpu": "computed by the CPU", "drop": "left out"}
     shared = choice.path == "cpu" and any(choice.in_place)
-    return words[choice.path] + (" and read by the GPU" if shared else "")
+    told = words[choice.path] + (" and read by the GPU" if shared else "")
+    return told + (", which may fill slots" if layer.is_cached else "")
 
 
 def _check_memory(
@@ -640,7 +773,7 @@ def fill_tiles(store: LayerStore, get: WeightSource, rooms: torch.Tensor) -> Non
     Nothing is read of dropped experts, which have no place.
     """
     assert get.upload is not None
-    only_hot = store.addresses * store.is_hot[:, None]
+    only_hot = store.addresses * (store.is_hot > 0)[:, None]
     each = len(rooms) // UPLOAD_BUFFERS // ALIGNMENT * ALIGNMENT
     quarters = rooms[: UPLOAD_BUFFERS * each].view(UPLOAD_BUFFERS, each)
     starts, sizes = store.blobs.starts, store.sizes

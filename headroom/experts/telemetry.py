@@ -1,16 +1,87 @@
 """ExpertTelemetry: how often the chosen experts were hot, and what the cold ones cost."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
+from headroom.experts.cache import Policy
 from headroom.experts.placement import ExpertPlacement
 
 # Keys of `seconds`. Of decode steps that ask the CPU: the GPU computed hot experts, the CPU cold
 # ones, the GPU waited for the CPU.
 TIMES = ("hot", "cold", "wait")
 COPIES = "copies"  # of prefill steps: the GPU waited for copies of cold experts
+# Why a picked expert was in GPU memory: its slot belongs to it (also all experts of layers without
+# a cache), the cache had filled its slot before, or it was filled before any step asked for it.
+HIT_CAUSES = ("pinned", "cached", "prefetched")
+# Where decode steps found experts that were not: read over the link into a slot, read in place over
+# the link, or computed by the CPU. Each counts once a step, however many rows picked it.
+MISS_PATHS = ("filled", "in_place", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTotals:
+    """What the caches of all layers did since the start, by layer; without a cache: zeros."""
+
+    used: tuple[bool, ...]  # whether the layer has a cache that was asked
+    hits: tuple[int, ...]  # picks
+    causes: tuple[Mapping[str, int], ...]  # of the hits, by HIT_CAUSES
+    linked: tuple[int, ...]  # experts that crossed the link, filled or not
+    filled: tuple[int, ...]
+
+
+def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
+    """Return the totals that counters int64 `[layers, fields]` in host memory stand for.
+
+    Needed are the fields steps, hits, linked and filled. Of the causes of hits, `pinned_hits` and
+    `prefetched_hits` may be among the fields; all other hits are of experts that were cached.
+    """
+    columns = dict(zip(fields, counts.t().tolist(), strict=True))
+    none = [0] * len(counts)
+    pinned, ahead = columns.get("pinned_hits", none), columns.get("prefetched_hits", none)
+    return CacheTotals(
+        used=tuple(steps > 0 for steps in columns["steps"]),
+        hits=tuple(columns["hits"]),
+        causes=tuple(
+            dict(zip(HIT_CAUSES, (own, hits - own - early, early), strict=True))
+            for hits, own, early in zip(columns["hits"], pinned, ahead, strict=True)
+        ),
+        linked=tuple(columns["linked"]),
+        filled=tuple(columns["filled"]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ColdPaces:
+    """How cold experts are shared now; paces are speeds as shares of the calibrated ones."""
+
+    cpu_share: float  # of the cold experts of decode steps: those that the CPU is to compute
+    cpu: float  # pace of the CPU in decode steps
+    cpu_prompts: float  # pace of the CPU in prompts
+    link: float  # pace of copies over the link, in prompts
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures as plain data."""
+        return {
+            "cpu_share": round(self.cpu_share, 4),
+            "cpu_pace": round(self.cpu, 4),
+            "cpu_pace_in_prompts": round(self.cpu_prompts, 4),
+            "link_pace": round(self.link, 4),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """The policy by which slots change hands, and how each policy would have done lately."""
+
+    policy: Policy
+    hit_rates: Mapping[Policy, float]  # in the last comparison; empty before the first one
+
+    def summary(self) -> dict[str, object]:
+        """Return the figures as plain data."""
+        rates = {name: round(rate, 4) for name, rate in self.hit_rates.items()}
+        return {"policy": self.policy, "policy_hit_rates": rates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +90,9 @@ class ColdFigures:
 
     read_bytes: Mapping[str, int] = field(default_factory=dict)  # by path: "gpu", "cpu", "stream"
     seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES, if measured
+    # Experts of decode steps, in layers that ask the CPU: read over the link; computed by the CPU.
+    linked: int = 0
+    by_cpu: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +113,8 @@ class DecodeCounts:
     hot_s: float  # from a request to the time when the GPU had nothing else to do
     wait_s: float  # of the GPU, from then to the answer
     cold_s: float  # of the CPU, from requests to answers
+    linked: int = 0  # experts that the GPU read over the link, each once a step
+    by_cpu: int = 0  # experts that the CPU computed, each once a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +128,23 @@ class ColdMeter:
     # reads are not counted, so they are computed from the picks. Empty if there are none.
     pick_bytes: tuple[int, ...] = ()
     copies_s: Callable[[], float] | None = None  # that the GPU waited for copies in prefill steps
+    cache: Callable[[], CacheTotals] | None = None  # of layers whose slots change hands in steps
+    # By layer: bytes of an expert in a layer with a cache that never asks the CPU; 0 for others.
+    cache_bytes: tuple[int, ...] = ()
+    paces: Callable[[], ColdPaces] | None = None  # if the CPU's share follows its speed
+    policy: Callable[[], PolicyState] | None = None  # if slots change hands within steps
 
     def figures(self) -> ColdFigures:
         """Return the totals of all paths, without what follows from `pick_bytes`."""
         sizes: dict[str, int] = {}
         seconds: dict[str, float] = {}
+        linked = by_cpu = 0
         if self.worker is not None:
             counts = self.worker()
             sizes = {"gpu": counts.gpu_bytes, "cpu": counts.cpu_bytes}
             times = (counts.hot_s, counts.cold_s, counts.wait_s)
             seconds = dict(zip(TIMES, times, strict=True))
+            linked, by_cpu = counts.linked, counts.by_cpu
         if self.costs is not None:
             if self.cpu_costs:
                 sizes["cpu"] = sizes.get("cpu", 0) + sum(x.cpu_bytes for x in self.costs)
@@ -69,7 +152,7 @@ class ColdMeter:
             sizes["stream"] = sum(x.streamed_bytes for x in self.costs)
         if self.copies_s is not None:
             seconds[COPIES] = self.copies_s()
-        return ColdFigures(sizes, seconds)
+        return ColdFigures(sizes, seconds, linked, by_cpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +165,10 @@ class ExpertTelemetry:
     cold_bytes: Mapping[str, int] = field(default_factory=dict)  # read, by path
     seconds: Mapping[str, float] = field(default_factory=dict)  # by TIMES and COPIES
     exchanges: int = 0  # experts that became hot
+    causes: Mapping[str, int] = field(default_factory=dict)  # of all hits, by HIT_CAUSES
+    misses: Mapping[str, int] = field(default_factory=dict)  # of decode steps, by MISS_PATHS
+    paces: ColdPaces | None = None  # as they are now; None: nothing follows them
+    policy: PolicyState | None = None  # as it is now; None: experts stay, but for exchanges
 
     @property
     def hit_rate(self) -> float | None:
@@ -104,9 +191,13 @@ class ExpertTelemetry:
             picks=tuple(a - b for a, b in zip(self.picks, earlier.picks, strict=True)),
             hits=tuple(a - b for a, b in zip(self.hits, earlier.hits, strict=True)),
             tokens=self.tokens - earlier.tokens,
-            cold_bytes={x: n - earlier.cold_bytes.get(x, 0) for x, n in self.cold_bytes.items()},
+            cold_bytes=_less(self.cold_bytes, earlier.cold_bytes),
             seconds={x: s - earlier.seconds.get(x, 0.0) for x, s in self.seconds.items()},
             exchanges=self.exchanges - earlier.exchanges,
+            causes=_less(self.causes, earlier.causes),
+            misses=_less(self.misses, earlier.misses),
+            paces=self.paces,
+            policy=self.policy,
         )
 
     def summary(self) -> dict[str, object]:
@@ -121,11 +212,15 @@ class ExpertTelemetry:
             },
             "ms": {word: round(1000 * s, 3) for word, s in self.seconds.items()},
             "swaps": self.exchanges,
+            "hits_by": dict(self.causes),
+            "misses_by": dict(self.misses),
+            **({} if self.paces is None else self.paces.summary()),
+            **({} if self.policy is None else self.policy.summary()),
         }
 
 
 class HitCounter:
-    """Counts picks and hits while exchanges change the placement."""
+    """Counts picks and hits while exchanges, and caches in steps, change the placement."""
 
     def __init__(self, used: Sequence[int], experts: int) -> None:
         layers = len(used)
@@ -133,6 +228,7 @@ class HitCounter:
         self._seen = torch.zeros(layers, experts, dtype=torch.int64)
         self._decode_seen = torch.zeros(layers, experts, dtype=torch.int64)
         self._hits = torch.zeros(layers, dtype=torch.int64)
+        self._decode_hits = torch.zeros(layers, dtype=torch.int64)
         self._decode_misses = torch.zeros(layers, dtype=torch.int64)
         self._hot = torch.ones(layers, experts, dtype=torch.int64)  # until a placement is known
 
@@ -146,34 +242,76 @@ class HitCounter:
         """Apply one exchange to the placement, for all picks counted from now on."""
         self._hot[layer, promoted], self._hot[layer, demoted] = 1, 0
 
+    def hot(self) -> list[list[bool]]:
+        """Return whether each expert is hot, by layer; rows of layers with fewer are too long."""
+        return self._hot.bool().tolist()
+
     def count(self, counts: torch.Tensor, decode: torch.Tensor) -> None:
         """Count the new picks in totals `[layers, experts]` of all steps and of decode steps."""
+        new = decode - self._decode_seen
         self._hits += ((counts - self._seen) * self._hot).sum(1)
-        self._decode_misses += ((decode - self._decode_seen) * (1 - self._hot)).sum(1)
+        self._decode_hits += (new * self._hot).sum(1)
+        self._decode_misses += (new * (1 - self._hot)).sum(1)
         self._seen, self._decode_seen = counts, decode
 
     def reading(self, meter: ColdMeter | None = None, exchanges: int = 0) -> ExpertTelemetry:
-        """Return all totals so far; `exchanges` counts those that are done."""
+        """Return all totals so far; `exchanges` counts those that are done.
+
+        Hits of decode steps in layers with a cache are those that the cache has counted.
+        """
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
-        cold = self._with_picks(meter) if meter is not None else ColdFigures()
+        if meter is None:
+            meter = ColdMeter()
+        cache = None if meter.cache is None else meter.cache()
+        found = meter.figures()
+        read = {**found.read_bytes}
+        linked, filled = found.linked, 0
+        if meter.pick_bytes:
+            sizes = zip(self._decode_misses.tolist(), meter.pick_bytes, strict=True)
+            in_place = [(misses, size) for misses, size in sizes if size]
+            linked += sum(misses for misses, _ in in_place)
+            read["gpu"] = read.get("gpu", 0) + sum(misses * size for misses, size in in_place)
+        if cache is not None:
+            alone = [(n, size) for n, size in zip(cache.linked, meter.cache_bytes, strict=True)]
+            linked += sum(n for n, size in alone if size)
+            read["gpu"] = read.get("gpu", 0) + sum(n * size for n, size in alone)
+            filled = sum(cache.filled)
+        hits, causes = self._hits_with(cache)
+        misses = dict(zip(MISS_PATHS, (filled, linked - filled, found.by_cpu), strict=True))
         return ExpertTelemetry(
             picks=tuple(picks),
-            hits=tuple(self._hits.tolist()),
+            hits=hits,
             tokens=next(rows, 0),
-            cold_bytes=cold.read_bytes,
-            seconds=cold.seconds,
+            cold_bytes=read,
+            seconds=found.seconds,
             exchanges=exchanges,
+            causes=causes,
+            misses=misses,
+            paces=None if meter.paces is None else meter.paces(),
+            policy=None if meter.policy is None else meter.policy(),
         )
 
-    def _with_picks(self, meter: ColdMeter) -> ColdFigures:
-        """Return the figures of a meter, with the bytes that the GPU alone has read in place."""
-        found = meter.figures()
-        if not meter.pick_bytes:
-            return found
-        sizes = zip(self._decode_misses.tolist(), meter.pick_bytes, strict=True)
-        by_gpu = found.read_bytes.get("gpu", 0) + sum(picks * size for picks, size in sizes)
-        return replace(found, read_bytes={**found.read_bytes, "gpu": by_gpu})
+    def _hits_with(self, cache: CacheTotals | None) -> tuple[tuple[int, ...], dict[str, int]]:
+        """Return the hits by layer, and those of all layers by cause."""
+        by_layer: list[int] = []
+        causes = dict.fromkeys(HIT_CAUSES, 0)
+        decode = self._decode_hits.tolist()
+        for layer, placed in enumerate(self._hits.tolist()):
+            if cache is None or not cache.used[layer]:
+                by_layer.append(placed)
+                causes["pinned"] += placed
+                continue
+            prompts = placed - decode[layer]  # by where experts were when they were counted
+            by_layer.append(prompts + cache.hits[layer])
+            causes["cached"] += prompts
+            for cause, count in cache.causes[layer].items():
+                causes[cause] += count
+        return tuple(by_layer), causes
+
+
+def _less(now: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - earlier.get(name, 0) for name, count in now.items()}
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -30,7 +30,7 @@ from headroom.families.synth.settings import layer_types
 from headroom.formats.metadata import Metadata
 from headroom.formats.names import Naming
 
-BLOCK = 16  # tokens that a draft proposes in one pass
+DRAFT_TOKENS = 16  # tokens that a draft proposes in one pass
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -106,7 +106,7 @@ def _recipe(name: str, dims: Dims) -> Recipe:
 
 
 def spread_taps(count: int, target_layers: int) -> tuple[int, ...]:
-    """Return `count` target layers, evenly from the second to the third from the end."""
+    """Return `count` target layers, evenly spaced from the second to the third-last."""
     if count == 1:
         return (target_layers // 2,)
     return tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
@@ -120,7 +120,7 @@ def _from_config(recipe: Recipe, metadata: Metadata) -> Recipe:
 def _config(recipe: Recipe, tokens: Json) -> Json:
     dims = recipe.dims
     return {
-        "block_size": BLOCK,
+        "block_size": DRAFT_TOKENS,
         "dflash_config": {
             "mask_token_id": tokens.get("mask_token_id"),
             "target_layer_ids": list(recipe.taps),
@@ -134,7 +134,7 @@ def _config(recipe: Recipe, tokens: Json) -> Json:
 def _keys(recipe: Recipe) -> Json:
     dims = recipe.dims
     values: Json = {
-        "block_size": BLOCK,
+        "block_size": DRAFT_TOKENS,
         "target_layers": [tap + 1 for tap in recipe.taps],
         "vocab_size": dims.vocab,
     }

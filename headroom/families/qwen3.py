@@ -99,10 +99,10 @@ SPECIAL = (
     "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
 )  # fmt: skip
-SHOWN = frozenset(
+SHOWN_TOKENS = frozenset(
     ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 )
-ROLES = {"bos": "<|endoftext|>", "eos": "<|im_end|>", "padding": "<|endoftext|>"}
+TOKEN_ROLES = {"bos": "<|endoftext|>", "eos": "<|im_end|>", "padding": "<|endoftext|>"}
 TOOLS = """\
 {%- if tools %}
 {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
@@ -125,8 +125,8 @@ TOKENIZER = TokenizerKind(
     template=TEMPLATE_START + "{%- endif %}\n{%- endif %}\n",
     special=SPECIAL,
     start=151643,
-    shown=SHOWN,
-    roles=ROLES,
+    shown=SHOWN_TOKENS,
+    roles=TOKEN_ROLES,
 )
 
 

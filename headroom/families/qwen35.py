@@ -38,7 +38,13 @@ from headroom.families.family import (
     model_config,
     plain_recipe,
 )
-from headroom.families.qwen3 import EXPERTS_FIXED, ROLES, SHOWN, SPECIAL, TEMPLATE_START
+from headroom.families.qwen3 import (
+    EXPERTS_FIXED,
+    SHOWN_TOKENS,
+    SPECIAL,
+    TEMPLATE_START,
+    TOKEN_ROLES,
+)
 from headroom.families.synth.settings import expert_config, layer_types
 from headroom.families.tensors import (
     GGUF_TOWERS,
@@ -239,8 +245,8 @@ TOKENIZER = TokenizerKind(
     template=TEMPLATE_START + "{%- else %}\n{{- '<think>\\n' }}\n{%- endif %}\n{%- endif %}\n",
     special=(*SPECIAL, "<|mask|>"),
     start=248044,
-    shown=SHOWN,
-    roles={**ROLES, "mask": "<|mask|>"},
+    shown=SHOWN_TOKENS,
+    roles={**TOKEN_ROLES, "mask": "<|mask|>"},
 )
 
 

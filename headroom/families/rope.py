@@ -61,19 +61,22 @@ def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
     theta, dims = settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim)
     factor = settings.get_float("rope.scaling.factor")
     original = settings.get_float("rope.scaling.original_context_length")
-    if theta <= 1 or factor <= 0 or original <= 0:
+    fast = settings.get_float("rope.scaling.yarn_beta_fast", 32.0)
+    slow = settings.get_float("rope.scaling.yarn_beta_slow", 1.0)
+    if not (1 < theta < math.inf and all(0 < x < math.inf for x in (factor, original, fast, slow))):
         raise ModelError(
-            f"{settings.path}: rotary base {theta}, factor {factor} and original context "
-            f"{original} make no rotation."
+            f"{settings.path}: rotary base {theta}, factor {factor}, original context {original} "
+            f"and betas {fast} and {slow} make no rotation."
         )
 
-    def index(key: str, default: float) -> float:
-        """Return the index of the frequency that turns `key` times in the original context."""
-        turns = settings.get_float(f"rope.scaling.{key}", default)
-        return dims * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+    def index(turns: float) -> float:
+        """Return the index of the frequency that turns so often in the original context."""
+        # Logarithms are subtracted, since a quotient of odd numbers may be 0 or infinite.
+        revolutions = math.log(original) - math.log(2 * math.pi) - math.log(turns)
+        return dims * revolutions / (2 * math.log(theta))
 
-    low = max(math.floor(index("yarn_beta_fast", 32.0)), 0)
-    high = min(math.ceil(index("yarn_beta_slow", 1.0)), dims - 1)
+    low = max(math.floor(index(fast)), 0)
+    high = min(math.ceil(index(slow)), dims - 1)
     width = max(high - low, 0.001)
     ramps = [min(1.0, max(0.0, (i - low) / width)) for i in range(dims // 2)]
     divisors = tuple(1 / ((1 - ramp) + ramp / factor) for ramp in ramps)

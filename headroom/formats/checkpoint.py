@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from headroom.errors import FormatError
@@ -12,7 +13,7 @@ from headroom.formats.gguf import read_split_gguf
 from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import Metadata
 from headroom.formats.names import Format, Namings
-from headroom.formats.read_header import gguf_header, safetensors_header
+from headroom.formats.read_header import gguf_header, model_title, safetensors_header
 from headroom.formats.safetensors import find_safetensors, read_json, read_model_files
 from headroom.formats.sampling import (
     SamplingDefaults,
@@ -60,7 +61,7 @@ class Checkpoint:
     def header(self) -> ModelHeader:
         """The part of this checkpoint that a plan needs."""
         return ModelHeader(
-            name=self.metadata.get_str("general.name", self.path.stem),
+            name=model_title(self.path),
             format=self.format,
             architecture=self.architecture,
             metadata=self.metadata,
@@ -147,7 +148,7 @@ def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
     config_path = path.with_name("config.json")
     config = read_json(config_path)
     parts = read_model_files(path)
-    header = safetensors_header(config, config_path, parts, path.absolute().parent.name, namings)
+    header = safetensors_header(config, config_path, parts, model_title(path), namings)
     tokenizer_file = path.with_name("tokenizer.json")
     generation_path = path.with_name("generation_config.json")
     generation = read_json(generation_path) if generation_path.is_file() else {}
@@ -170,11 +171,17 @@ def _open_safetensors(path: Path, namings: Namings) -> Checkpoint:
 
 def open_header(path: Path, namings: Namings) -> ModelHeader:
     """Open what a plan needs of a checkpoint; a config.json without weights will do."""
-    if path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
-        path = path / "config.json"
-    if path.name != "config.json":
+    config = bare_config(path)
+    if config is None:
         return open_checkpoint(path, namings).header
-    return safetensors_header(read_json(path), path, (), path.absolute().parent.name, namings)
+    return safetensors_header(read_json(config), config, (), model_title(config), namings)
+
+
+def bare_config(path: Path) -> Path | None:
+    """Return the config.json that a path names, or its folder holds without weights, or None."""
+    if path.is_dir() and (path / "config.json").is_file() and not _has_weights(path):
+        return path / "config.json"
+    return path if path.name == "config.json" else None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -189,7 +196,7 @@ def _tokenizer_config(
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int for token in listed):
-        raise FormatError(f"{folder}: eos_token_id is {ids!r}, not token numbers.")
+        raise FormatError(f"{folder}: eos_token_id is {short(ids)}, not token numbers.")
     return {**settings, "eos_token_ids": listed}
 
 

@@ -23,7 +23,7 @@ MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 1024  # of a key or a tensor's name; real ones have less than a hundred
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 18
-MAX_TEXTS = 1 << 24  # in one array; the largest vocabularies have 2^18
+MAX_STRINGS = 1 << 24  # in one array; the largest vocabularies have 2^18
 MAX_NESTING = 4  # arrays within arrays
 MAX_NESTED_ARRAYS = 65536  # in one file; each costs an object, so a small file must not hold many
 MAX_DIMENSION = (1 << 63) - 1
@@ -158,7 +158,7 @@ class _Cursor:
         kind = self.u32(f"the element type of {what}")
         if kind not in _LEAST_BYTES:
             raise self.error(f"{what} is an array of the unknown type {kind}")
-        limit = MAX_TEXTS if kind == _STRING else None
+        limit = MAX_STRINGS if kind == _STRING else None
         count = self.count(_LEAST_BYTES[kind], f"the length of {what}", limit)
         if kind == _STRING:
             return self._strings(count, what)

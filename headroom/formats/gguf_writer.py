@@ -12,11 +12,11 @@ from headroom.formats.gguf import DEFAULT_ALIGNMENT, MAGIC
 from headroom.formats.quants import QuantType
 from headroom.formats.writing import Job
 
-VERSION = 3
+GGUF_VERSION = 3
 _U32, _I32, _F32, _BOOL, _STRING, _ARRAY, _U64 = 4, 5, 6, 7, 8, 9, 10
 _ARRAY_TYPES = {"i": _I32, "f": _F32, "I": _U32}  # by numpy's letters
 
-Value = bool | int | float | str | Sequence[Any] | np.ndarray[Any, Any]
+GgufValue = bool | int | float | str | Sequence[Any] | np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class TensorEntry:
         return self.quant.bytes_for(prod(self.shape))
 
 
-def gguf_bytes(values: Mapping[str, Value], entries: Sequence[TensorEntry]) -> bytes:
+def gguf_bytes(values: Mapping[str, GgufValue], entries: Sequence[TensorEntry]) -> bytes:
     """Return the bytes before the tensors: the header, padded to the alignment."""
-    parts = [struct.pack("<4sIQQ", MAGIC, VERSION, len(entries), len(values))]
+    parts = [struct.pack("<4sIQQ", MAGIC, GGUF_VERSION, len(entries), len(values))]
     for key, value in values.items():
         parts.append(_text(key) + _value(value))
     offset = 0
@@ -46,13 +46,13 @@ def gguf_bytes(values: Mapping[str, Value], entries: Sequence[TensorEntry]) -> b
             + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
             + struct.pack("<IQ", entry.quant.ggml_id, offset)
         )
-        offset += aligned(entry.nbytes)
+        offset += aligned_size(entry.nbytes)
     header = b"".join(parts)
-    return header + bytes(aligned(len(header)) - len(header))
+    return header + bytes(aligned_size(len(header)) - len(header))
 
 
 def gguf_jobs(
-    values: Mapping[str, Value],
+    values: Mapping[str, GgufValue],
     entries: Sequence[TensorEntry],
     jobs_of: Callable[[TensorEntry], Iterable[Job]],
 ) -> Iterator[Job]:
@@ -61,12 +61,12 @@ def gguf_jobs(
     yield lambda: header
     for entry in entries:
         yield from jobs_of(entry)
-        if missing := aligned(entry.nbytes) - entry.nbytes:
+        if missing := aligned_size(entry.nbytes) - entry.nbytes:
             padding = bytes(missing)
             yield lambda padding=padding: padding  # type: ignore[misc]
 
 
-def aligned(size: int) -> int:
+def aligned_size(size: int) -> int:
     """Return the next multiple of the alignment."""
     return -(-size // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
 
@@ -76,7 +76,7 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _value(value: Value) -> bytes:
+def _value(value: GgufValue) -> bytes:
     """Return a value after its type, which is chosen as other GGUF writers do."""
     if isinstance(value, bool):
         return struct.pack("<I?", _BOOL, value)

@@ -12,7 +12,7 @@ from headroom.formats.tensor import TensorInfo
 class ModelHeader:
     """A model's settings and where its tensors lie; without tensors if only settings are known."""
 
-    name: str
+    name: str  # what people call the model, see `read_header.model_title`
     format: Format
     architecture: str  # GGUF's name of the architecture
     metadata: Metadata

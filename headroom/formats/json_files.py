@@ -1,7 +1,6 @@
-"""Small JSON files: atomic writing, checked reading, and which files may be replaced."""
+"""Small JSON files: checked reading, and which files of any kind may be replaced."""
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -9,22 +8,13 @@ from typing import Literal
 from headroom.errors import OptionError
 from headroom.units import MIB, gib
 
-FileKind = Literal["routing statistics", "placement", "picture"]
+FileKind = Literal["routing statistics", "placement", "conversation", "picture", "routing trace"]
 
 _MOST_BYTES = 64 * MIB  # of a file; that of a large model has 0.2 MiB
-_KEYS = {"routing statistics": "counts", "placement": "hot"}  # a key that each kind of file has
-_SVG = b"<svg"
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees the old or the new content, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+# A key that each kind of file has.
+_KEYS = {"routing statistics": "counts", "placement": "hot", "conversation": "turns"}
+TRACE_MAGIC = b"headroom routing trace\n"  # what a file with a routing trace begins with
+_BEGINNINGS = {"picture": b"<svg", "routing trace": TRACE_MAGIC}  # of kinds that are no JSON
 
 
 def read_object(path: Path) -> Mapping[str, object]:
@@ -69,11 +59,11 @@ def _refusal(path: Path, why: str, param: str) -> OptionError:
 def _is_of(path: Path, kind: FileKind) -> bool:
     """Return whether an existing file is of a kind, or is empty."""
     try:
-        if kind == "picture":
+        if (beginning := _BEGINNINGS.get(kind)) is not None:
             if not path.is_file():
                 return not path.is_dir()  # a pipe or a terminal has no content to lose
             with path.open("rb") as file:
-                return file.read(len(_SVG)) in (b"", _SVG)
+                return file.read(len(beginning)) in (b"", beginning)
         if not path.is_file() or not path.stat().st_size:
             return path.is_file()
         table = read_object(path)

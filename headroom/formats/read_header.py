@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headroom.errors import FormatError
-from headroom.formats.gguf import GgufFile
+from headroom.formats.gguf import PART_NAME, GgufFile
 from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import Metadata, config_architecture, config_values
 from headroom.formats.names import Format, Naming, Namings, canonical_name, find_naming
@@ -23,7 +23,7 @@ def gguf_header(parts: Sequence[GgufFile], path: Path, namings: Namings) -> Mode
     tensors = _by_name([part.tensors for part in parts], naming, "gguf", path)
     metadata = Metadata(values.without_prefix(f"{architecture}."), path, "head" not in tensors)
     return ModelHeader(
-        name=metadata.get_str("general.name", path.stem),
+        name=model_title(path),
         format="gguf",
         architecture=architecture,
         metadata=metadata,
@@ -57,6 +57,24 @@ def safetensors_header(
         metadata=Metadata(values, config_path, tied),
         tensors=tensors,
     )
+
+
+def model_title(path: Path) -> str:
+    """Return what people call a model: the name of its GGUF file, or of the folder that it is in.
+
+    The title inside a file is often that of a training run. A folder's own name is not always the
+    model's: Hugging Face's cache names folders by revisions, and pulled repositories lie in
+    `models/org--repo`.
+    """
+    if path.suffix not in (".safetensors", ".json"):
+        part = PART_NAME.fullmatch(path.name)
+        return path.stem if part is None else part["stem"]
+    folder = path.absolute().parent
+    cache = folder.parent.parent
+    if folder.parent.name == "snapshots" and cache.name.startswith("models--"):
+        return cache.name.removeprefix("models--").replace("--", "/", 1)
+    pulled = folder.parent.name == "models"
+    return folder.name.replace("--", "/", 1) if pulled else folder.name
 
 
 def _by_name(

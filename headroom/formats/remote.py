@@ -40,7 +40,7 @@ FIRST_BYTES = 1 << 20  # of a first request; headers without a vocabulary are sh
 MAX_REMOTE_BYTES = 128 << 20  # of one header; the largest known ones have 20 MiB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_PARTS = 1000
-TIMEOUT_S = 30.0
+NETWORK_TIMEOUT_S = 30.0
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -227,7 +227,7 @@ def _open(url: str, token: str | None, headers: dict[str, str]) -> Any:
             raise FormatError(f"{url} is not an http or https URL.")
         if token is not None:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
-        return urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        return urllib.request.urlopen(request, timeout=NETWORK_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         error.close()
         kind = MissingFileError if error.code == 404 else FormatError

@@ -9,7 +9,7 @@ from headroom.formats.gguf_writer import TensorEntry
 from headroom.formats.quants import BF16, F16, F32
 from headroom.formats.safetensors import INDEX_NAME
 
-DTYPES = {F32: "F32", F16: "F16", BF16: "BF16"}
+DTYPE_NAMES = {F32: "F32", F16: "F16", BF16: "BF16"}
 MAX_FILE_BYTES = 5 * 10**9  # a larger model is written as several files
 HEADER_ALIGNMENT = 8  # bytes; blanks fill a header up
 
@@ -27,7 +27,7 @@ class Shard:
         for entry in self.entries:
             end = offset + prod(entry.shape) * entry.quant.block_bytes
             table[entry.name] = {
-                "dtype": DTYPES[entry.quant],
+                "dtype": DTYPE_NAMES[entry.quant],
                 "shape": list(entry.shape),
                 "data_offsets": [offset, end],
             }

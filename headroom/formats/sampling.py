@@ -1,5 +1,6 @@
 """SamplingDefaults: the sampling settings that a model's own files recommend."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 from headroom.errors import FormatError
 from headroom.formats.metadata import Metadata
 
-# The names of sampling settings, and how generation_config.json and GGUF files call them.
-CONFIG_KEYS = {
+# The keys of the sampling settings in generation_config.json, and in GGUF files.
+SAMPLING_KEYS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
 }  # fmt: skip
@@ -20,12 +21,12 @@ GGUF_KEYS = {
     "penalty_window": "general.sampling.penalty_last_n",
 }  # fmt: skip
 WHOLE_NUMBERS = ("top_k", "penalty_window")
-# For files that recommend nothing. Temperature 1 over the whole vocabulary, the neutral setting,
-# makes models talk nonsense, and small models sooner. Small models also repeat themselves until the
-# context is full, which the penalty prevents.
+# Settings for models whose files recommend nothing. The neutral setting, temperature 1 over the
+# whole vocabulary, makes models write nonsense, small ones most of all. Small models also repeat
+# themselves until the context is full, which the penalty prevents.
 FALLBACK = {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SMALL_FALLBACK = {"temperature": 0.2, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
-SMALL_PARAMETERS = 1_000_000_000
+SMALL_PARAMETERS = 1_000_000_000  # a model with fewer is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,13 @@ class SamplingDefaults:
 
 
 def config_sampling(config: Mapping[str, Any], path: Path) -> SamplingDefaults | None:
-    """Return the settings of a generation_config.json; greedy where it turns sampling off.
+    """Return the settings of a generation_config.json; None if it recommends nothing.
 
-    None if the file recommends nothing.
+    "do_sample": false becomes temperature 0.
     """
-    found = {name: config[key] for name, key in CONFIG_KEYS.items() if config.get(key) is not None}
+    found = {
+        name: config[key] for name, key in SAMPLING_KEYS.items() if config.get(key) is not None
+    }
     if config.get("do_sample") is False:
         found = {**found, "temperature": 0}
     return _checked(found, path.name, path)
@@ -56,31 +59,34 @@ def gguf_sampling(metadata: Metadata, path: Path) -> SamplingDefaults | None:
     return _checked(found, "the GGUF file's general.sampling keys", path)
 
 
-def with_defaults(defaults: Mapping[str, float], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were given, with a model's defaults for the others.
-
-    Temperature 0 asks for the model's likeliest tokens, which no default may change.
-    """
-    return dict(given) if given.get("temperature") == 0 else {**defaults, **given}
-
-
 def fallback_sampling(parameters: int) -> SamplingDefaults:
-    """Return the settings for a model of so many parameters whose files recommend nothing."""
+    """Return the settings for a model whose files recommend nothing, by its parameters."""
     if parameters < SMALL_PARAMETERS:
         return SamplingDefaults(SMALL_FALLBACK, "headroom's own for models below 1B parameters")
     return SamplingDefaults(FALLBACK, "headroom's own, since the model's files have none")
 
 
 def _checked(found: Mapping[str, Any], source: str, path: Path) -> SamplingDefaults | None:
-    """Return settings that are numbers; None if there are none."""
+    """Return the settings that were found, all of which must be numbers; None if there are none."""
     if not found:
         return None
     for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise FormatError(f"{path}: the sampling setting {name} is {value!r}, not a number.")
-    # Some files write -1 for "no limit", which is 0 here.
+        if not _is_finite(value):
+            shown = repr(value)[:40]
+            raise FormatError(f"{path}: the sampling setting {name} is {shown}, not a number.")
+    # Some files write -1 for "no limit"; headroom writes 0.
     settings = {
         name: max(int(value), 0) if name in WHOLE_NUMBERS else float(value)
         for name, value in found.items()
     }
     return SamplingDefaults(settings, source)
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False

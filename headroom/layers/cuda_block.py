@@ -21,7 +21,7 @@ from headroom.kernels.cuda import (
 from headroom.kernels.cuda.attention import DecodeShape, Gate, HeadNorms, Projected
 from headroom.kernels.cuda.compile import refuses_device
 from headroom.kernels.cuda.delta_net import DeltaNetRows, span_tables
-from headroom.kernels.cuda.matmul import Gates, RowNorm, narrow_type, refuses_type
+from headroom.kernels.cuda.matmul import RowNorm, narrow_type, refuses_type
 from headroom.kernels.cuda.sizes import is_decode
 from headroom.kernels.ops import RecurrentState, StepTables
 from headroom.layers.attention import pair_rows, query_rows, rope_tables
@@ -216,7 +216,6 @@ class CudaMlp:
         self._in = load_merged(get, ["ffn.gate", "ffn.up"])
         self._down = load_merged(get, ["ffn.down"])
         self._activation, self._post_norm = config.activation, post_norm
-        get.to_compile.add(Gates(config.activation))
         self._narrow = narrow_type(get.case.dtype)
 
     @part_of_step("dense")
@@ -244,7 +243,6 @@ class CudaPerLayerPart:
         self._gate = load_merged(get, ["per_layer.gate"])
         self._proj = load_merged(get, ["per_layer.proj"])
         self._post_norm = RowNorm(get.norm("per_layer.norm"), eps)
-        get.to_compile.add(Gates("gelu"))
 
     def __call__(self, x: torch.Tensor, batch: GpuBatch) -> None:
         """Add the part's output for each row to the row."""

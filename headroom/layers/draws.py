@@ -20,7 +20,7 @@ from headroom.kernels.cuda.sampler_tables import (
     LISTS,
     NUMBERS,
     RECENT,
-    SETTINGS,
+    SAMPLER_SETTINGS,
     TABLES,
     build_tables,
     numbers_bytes,
@@ -35,7 +35,7 @@ ALL_TOKENS = np.uint32(0xFFFFFFFF)  # every bit of a word
 
 
 class DrawSettings(Protocol):
-    """How all tokens of one request are drawn; `SETTINGS` names more fields, which fill tables."""
+    """How all tokens of one request are drawn; `SAMPLER_SETTINGS` names further fields."""
 
     @property
     def logit_bias(self) -> Mapping[int, float]:
@@ -189,7 +189,7 @@ class DeviceSampler:
     def _take(self, row: int, draw: Draw) -> bool:
         """Write the settings of a row's new request; return whether biases changed."""
         arrays, mine, settings = self._arrays, self._held[row], draw.settings
-        for name in SETTINGS:
+        for name in SAMPLER_SETTINGS:
             arrays[name][row] = getattr(settings, name)
         mine.settings, mine.history, mine.length = settings, draw.history, 0
         changed = bool(settings.logit_bias) or mine.biased

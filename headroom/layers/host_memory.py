@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from headroom.kernels.cuda.driver import lock_pages, unlock_pages
-from headroom.kernels.native.memory import large_pages
+from headroom.kernels.native.memory import large_pages, touch_pages
 from headroom.machine.cgroups import read_limits
 from headroom.machine.devices import pinnable_bytes
 from headroom.units import gib
@@ -26,6 +26,8 @@ class HostMemory:
         self.pinned = False
         if pin and size:
             device = torch.cuda.current_device()
+            # The driver would touch page after page, in one thread.
+            touch_pages(self.bytes)
             self.refused = lock_pages(self.bytes.data_ptr(), size, device)
             self.pinned = not self.refused
             if self.pinned:

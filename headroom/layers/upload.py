@@ -182,7 +182,7 @@ Finish = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 @dataclass(slots=True, eq=False)
-class _Buffer:
+class _StagingBuffer:
     """A buffer in host memory with its twin on the device, and the reads that fill it."""
 
     host: torch.Tensor  # uint8, pinned where the device is a GPU
@@ -240,7 +240,7 @@ class Upload:
         share = max(staging_bytes, LEAST_STAGING_BYTES) // UPLOAD_BUFFERS
         self._buffer_bytes = share // BUFFER_STEP * BUFFER_STEP
         self._buffers = [self._open_buffer(number) for number in range(UPLOAD_BUFFERS)]
-        self._reading: deque[tuple[_Buffer, UploadPiece, Finish]] = deque()
+        self._reading: deque[tuple[_StagingBuffer, UploadPiece, Finish]] = deque()
         self._pieces = 0  # sent so far; they use the buffers in turn
         self._addresses: list[torch.Tensor] = []  # kept until kernels on other streams read them
         self._files: dict[Path, int] = {}
@@ -333,7 +333,7 @@ class Upload:
             if buffer.stream is not None:
                 buffer.stream.synchronize()
 
-    def _open_buffer(self, number: int) -> _Buffer:
+    def _open_buffer(self, number: int) -> _StagingBuffer:
         size = self._buffer_bytes
         host = torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu)
         if self._memory is not None and len(self._memory) >= UPLOAD_BUFFERS * size:
@@ -341,9 +341,9 @@ class Upload:
         else:
             device = torch.empty(size, dtype=torch.uint8, device=self._device)
         if not self._gpu:
-            return _Buffer(host, device, None, None)
+            return _StagingBuffer(host, device, None, None)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return _Buffer(host, device, stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return _StagingBuffer(host, device, stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def _send(self, source: FileMatrices, piece: UploadPiece, finish: Finish) -> None:
         """Start to read a piece into the next buffer; older pieces go on to the device."""

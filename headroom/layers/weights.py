@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import TensorInfo
-from headroom.kernels.cuda.matmul import NARROW_QUANTS, TILES, Gates, TiledSize, narrow_type
+from headroom.kernels.cuda.matmul import NARROW_QUANTS, TILES, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
@@ -19,10 +19,6 @@ from headroom.layers.host_memory import HostMemory, pin_limits
 from headroom.layers.upload import FileMatrices, Upload
 from headroom.plan.settings import PlanSettings
 from headroom.units import gib
-
-# CUDA kernels that are compiled in variants by the number of rows; loading notes which ones steps
-# will need, so that they can be compiled before the first step.
-KernelVariants = TiledSize | Gates
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,6 @@ class WeightSource:
     line: str = "core_weights"
     norm_offset: float = 0.0  # added to the weights of norms
     upload: Upload | None = None  # None on a CPU
-    to_compile: set[KernelVariants] = field(default_factory=set)  # what steps of all layers need
 
     def at(self, prefix: str, line: str = "core_weights") -> "WeightSource":
         """Return a source for the names below `prefix`, counted on the plan's line `line`."""
@@ -200,10 +195,8 @@ class WeightSource:
         return weight
 
     def note_loaded(self, weight: Weight) -> None:
-        """Count a weight that is on the device, and note the CUDA kernels of its products."""
+        """Count a weight that is on the device."""
         self.count(self.line, weight.nbytes)
-        if weight.layout == TILES:
-            self.to_compile.add(TiledSize(weight.quant, weight.rows, weight.columns))
 
 
 def open_weights(

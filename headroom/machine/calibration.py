@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from headroom.errors import FormatError
-from headroom.formats.json_files import replace_text
+from headroom.formats.atomic import replace_text
 from headroom.machine.devices import DeviceSpec
 from headroom.units import GIB, MIB, gib
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+CALIBRATION_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,17 @@ def speeds_path(home: Path) -> Path:
 def load_speeds(path: Path) -> dict[str, Speeds]:
     """Return the measured speeds by device name; empty where nothing was measured yet.
 
-    Speeds in a file of another version are not used, and a warning says so.
+    Speeds in a broken file or in one of another version are not used, and a warning says so.
     """
+    try:
+        return read_speeds(path)
+    except FormatError as error:
+        log.warning("calibration: speeds are not used: %s %s", error.message, error.hint)
+        return {}
+
+
+def read_speeds(path: Path) -> dict[str, Speeds]:
+    """Return the measured speeds by device name, or refuse a broken file."""
     try:
         version, speeds = _parse(path.read_text())
     except FileNotFoundError:
@@ -113,15 +122,12 @@ def load_speeds(path: Path) -> dict[str, Speeds]:
     except (OSError, ValueError, RecursionError) as error:
         raise FormatError(
             f"{path} is not a calibration file: {error}.",
-            hint="Delete it and run headroom calibrate.",
+            hint="Run headroom calibrate, which writes it anew.",
         ) from error
-    if version != VERSION:
-        log.warning(
-            "calibration: speeds are not used, since %s has version %d and not %d: run headroom "
-            "calibrate",
-            path,
-            version,
-            VERSION,
+    if version != CALIBRATION_VERSION:
+        raise FormatError(
+            f"{path} has version {version} and not {CALIBRATION_VERSION}.",
+            hint="Run headroom calibrate, which writes it anew.",
         )
     return speeds
 
@@ -131,12 +137,12 @@ def _parse(text: str) -> tuple[int, dict[str, Speeds]]:
     table = json.loads(text)
     if not isinstance(table, dict) or type(table.get("version")) is not int:
         raise ValueError("it has no version")
-    if table["version"] != VERSION:
+    if table["version"] != CALIBRATION_VERSION:
         return table["version"], {}
     devices = table.get("devices")
     if not isinstance(devices, dict):
         raise ValueError("it lists no devices")
-    return VERSION, {name: _read_row(name, row) for name, row in devices.items()}
+    return CALIBRATION_VERSION, {name: _read_row(name, row) for name, row in devices.items()}
 
 
 def _read_row(name: str, row: object) -> Speeds:
@@ -161,7 +167,10 @@ def _read_row(name: str, row: object) -> Speeds:
 
 def save_speeds(path: Path, speeds: Mapping[str, Speeds]) -> None:
     """Write measured speeds in one step, so that a reader never sees half a file."""
-    table = {"version": VERSION, "devices": {name: asdict(row) for name, row in speeds.items()}}
+    table = {
+        "version": CALIBRATION_VERSION,
+        "devices": {name: asdict(row) for name, row in speeds.items()},
+    }
     replace_text(path, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 

@@ -19,9 +19,10 @@ from headroom.units import GIB, MIB
 # Memory that NVIDIA's idle driver holds, without a display. Users report 0.22 GiB of 8, 0.31 to
 # 0.45 of 24, 0.74 to 0.8 of 80 and 1.2 of 141 GiB.
 DRIVER_BYTES, DRIVER_SHARE = 192 * MIB, 128  # a constant, and 1/128 of the card
-# Cards whose GDDR memory holds its own check bits, as delivered: T4s report 15.0 GiB, L4s 22.5.
+# Cards that keep error-correcting codes (ECC) in their GDDR memory unless it is switched off, and
+# the part of the memory that the codes take: a T4 of 16 GiB reports 15.0, an L4 of 24 GiB 22.5.
 CHECKED = frozenset(("t4-16gb", "a10-24gb", "l4-24gb", "l40s-48gb"))
-CHECK_SHARE = 16
+CHECK_SHARE = 16  # 1/16 of the card
 
 
 class Entry(NamedTuple):
@@ -157,6 +158,11 @@ def find_device(text: str) -> DeviceSpec:
         hint=f"Choose {', '.join(names)}, a size as 24GiB, cuda:0 or cpu.",
         param="device",
     )
+
+
+def catalogue_devices() -> list[DeviceSpec]:
+    """Return all devices of the catalogue, in its order."""
+    return [_spec(entry) for entry in CATALOGUE]
 
 
 def driver_bytes(entry: Entry) -> int:

@@ -12,8 +12,8 @@ _NO_LIMIT = 1 << 60
 class GroupLimits:
     """What the groups allow; None where nothing is limited."""
 
-    memory_bytes: int | None  # the smallest limit on the way to the root
-    # The smallest rest of any limit; droppable file cache counts as free.
+    memory_bytes: int | None  # the smallest limit of any group from this one up to the root
+    # What is left of the limit that has least left; file cache that may be dropped counts as free.
     available_bytes: int | None
     cores: float | None  # share of processor time, in cores
 

@@ -18,6 +18,7 @@ from headroom.machine.calibration import Speeds
 from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.precision import cuda_precision
+from headroom.progress import StepCounter, StepReport, ignore_steps
 from headroom.units import MIB
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ ROW = 4096  # values of a weight's row
 SAMPLE_BYTES = 512 * MIB  # read at once: far more than any processor's cache
 MATRIX = 2048  # rows and columns of the products that measure arithmetic
 LINK_BYTES = 256 * MIB
+CPU_STEPS, GPU_STEPS = 3, 4  # what is measured of each device
 LEAST_S, TRIES, MOST_RUNS = 0.2, 3, 1000
 _TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -38,17 +40,18 @@ class LinkSpeeds:
     read: float  # by kernels that read host memory in place; 0: no compiler for them
 
 
-def measure_machine() -> dict[str, Speeds]:
+def measure_machine(report: StepReport = ignore_steps) -> dict[str, Speeds]:
     """Return the speeds of the CPU and of every GPU that torch sees, by device name."""
     cpu = detect_cpu()
-    speeds = {"cpu": measure_cpu(cpu)}
+    steps = StepCounter(CPU_STEPS + GPU_STEPS * torch.cuda.device_count(), report)
+    speeds = {"cpu": measure_cpu(cpu, steps=steps)}
     gpus = {gpu.name: gpu for gpu in detect_gpus()}  # with the names that plans use
     POOL.set(worker_threads(cpu.cores))  # as many threads as compute cold experts
     try:
         kind = "hip" if torch.version.hip else "cuda"  # torch calls both cuda
         for index in range(torch.cuda.device_count()):
             name = f"{kind}:{index}"
-            speeds[name] = measure_cuda(torch.device("cuda", index))
+            speeds[name] = measure_cuda(torch.device("cuda", index), steps)
             if (gpu := gpus.get(name)) is not None:
                 speeds[name] = replace(
                     speeds[name], product=gpu.product, total_bytes=gpu.total_bytes
@@ -58,18 +61,24 @@ def measure_machine() -> dict[str, Speeds]:
     return speeds
 
 
-def measure_cpu(cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES) -> Speeds:
+def measure_cpu(
+    cpu: DeviceSpec, sample_bytes: int = SAMPLE_BYTES, steps: StepCounter | None = None
+) -> Speeds:
     """Return the CPU's speeds: reading weights as decoding does, and matrix products."""
+    steps = steps or StepCounter(CPU_STEPS)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, cpu.cores))
     try:
         rows = max(1, min(sample_bytes, cpu.available_bytes // 4) // (4 * ROW))
+        steps.begin("cpu: memory")
         weight, vector = torch.ones(rows, ROW), torch.ones(ROW)
         read_s = fastest(lambda: torch.mv(weight, vector))
+        steps.begin("cpu: arithmetic")
         square = torch.ones(MATRIX // 2, MATRIX // 2)
         product_s = fastest(lambda: square @ square)
     finally:
         torch.set_num_threads(threads)
+    steps.begin("cpu: experts")
     experts, flops = _experts(cpu, sample_bytes)
     return Speeds(
         bandwidth=weight.nbytes / read_s,
@@ -97,15 +106,21 @@ def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
         POOL.set(torch.get_num_threads())
 
 
-def measure_cuda(device: torch.device) -> Speeds:
+def measure_cuda(device: torch.device, steps: StepCounter | None = None) -> Speeds:
     """Return a GPU's speeds: copies within it and from pinned memory, and matrix products."""
+    steps = steps or StepCounter(GPU_STEPS)
     major, minor = torch.cuda.get_device_capability(device)
     kind = _TYPES[cuda_precision(10 * major + minor).type]
+    steps.begin(f"{device}: arithmetic")
     square = torch.ones(2 * MATRIX, 2 * MATRIX, dtype=kind, device=device)
     product_s = fastest(lambda: square @ square, lambda: torch.cuda.synchronize(device))
+    steps.begin(f"{device}: link")
     link = measure_link(device)
+    steps.begin(f"{device}: memory")
+    bandwidth = copy_bandwidth(device)
+    steps.begin(f"{device}: hand-over")
     return Speeds(
-        bandwidth=copy_bandwidth(device),
+        bandwidth=bandwidth,
         link=link.copy,
         flops=2 * square.shape[0] ** 3 / product_s,
         date=date.today().isoformat(),

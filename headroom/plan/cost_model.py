@@ -1,11 +1,13 @@
 """The cost model: all rates and constants by which times are predicted and paths are chosen.
 
-Four callers share the functions here, so that predictions and decisions agree:
+Five callers share the functions here, so that predictions and decisions agree:
 
 - the plan shares layers among devices by the time of reading them (`plan/sharing.py`);
 - the plan predicts tokens per second of a layout (`plan/predict.py`);
 - the decode rule chooses who computes a layer's cold experts in steps of few rows
   (`choose_decode`, called by `experts/store.py`);
+- exchanges of hot and cold experts must save more time than they take
+  (`exchange_saves_seconds`, called by `experts/exchange.py`);
 - the prefill rule chooses which cold experts are copied to the GPU in steps of many rows and which
   the CPU computes (`most_counted_rows`, `left_to_cpu`, called by `experts/prefill.py`).
 
@@ -16,7 +18,7 @@ The speeds of a device come in its `DeviceSpec`: measured by `headroom calibrate
 `machine/catalogue.py`, or, where neither is known, assumed in `machine/assumed.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import comb, exp
 from typing import Literal
@@ -68,6 +70,10 @@ COUNTING_WORTH = 0.8
 MOST_STEP_ROWS = 1 << 16  # rows of a step that the prefill rule considers
 # Mean picks an expert at which `expected_counts` stops: with so many, a copy beats every CPU.
 MOST_MEAN_PICKS = 700.0
+
+# An exchange of a hot and a cold expert must save the time of its copies within so many tokens:
+# about two answers. A weighing, not a measurement: later texts may choose other experts.
+EXCHANGE_HORIZON_TOKENS = 2048
 
 # The share of the hot experts that a chunk of twice the length must keep to be chosen. A weighing,
 # not a measurement: a prompt that copies its cold experts once a chunk takes twice as long in
@@ -242,6 +248,26 @@ def best_in_place(speeds: ColdSpeeds, expert_bytes: int, used: int) -> tuple[int
     )
 
 
+def link_shares(
+    speeds: ColdSpeeds, expert_bytes: int, used: int, most: int, *, fills: bool = False
+) -> tuple[int, ...]:
+    """Return, for 0 to `most` misses of a step, how many of them should cross the link.
+
+    A step of several rows may miss more experts than one row uses. GPU and CPU work at the same
+    time; one more miss never makes the link's best share smaller, and at most by one larger.
+
+    With `fills`, experts that cross the link may stay in GPU memory. Then the first miss always
+    crosses: most steps have no other, and a cache that is never filled loses more (of a trace as of
+    Qwen3-30B-A3B, 40 % resident, one sequence, 6 % are misses with it and 10 % without).
+    """
+    shares = [0, 1] if fills and most else [0]
+    for misses in range(len(shares), most + 1):
+        hot = max(0, used - misses)
+        nearby = (shares[-1], shares[-1] + 1)
+        shares.append(min(nearby, key=lambda n: row_seconds(speeds, expert_bytes, hot, misses, n)))
+    return tuple(shares)
+
+
 def decode_seconds(
     speeds: ColdSpeeds, expert_bytes: int, hit_rate: float, choice: DecodeChoice
 ) -> float:
@@ -266,12 +292,20 @@ def cold_seconds(
 
 
 def choose_decode(
-    speeds: ColdSpeeds, expert_bytes: int, used: int, hit_rate: float, cold: str = "auto"
+    speeds: ColdSpeeds,
+    expert_bytes: int,
+    used: int,
+    hit_rate: float,
+    cold: str = "auto",
+    even_rate: float | None = None,
 ) -> DecodeChoice:
     """Return who computes a layer's cold picks: as the setting `cold` says, or the quickest way.
 
-    The CPU is asked only if it saves more than the two kernels that ask it take; it then shares the
-    cold picks with the GPU where the GPU may read host memory.
+    Under `auto` the CPU is asked if it saves more than the two kernels that ask it take; it then
+    shares the cold picks with the GPU where the GPU may read host memory. `even_rate` is the hit
+    rate if all experts are chosen equally often, which a text may bring. If the CPU would save more
+    then than the kernels cost until then, they are part of the step, too: the share of the CPU
+    follows its speed (`experts/controller.py`), but a captured step gets no new kernels.
     """
     by_gpu = DecodeChoice("gpu", tuple(range(used + 1)))
     none = (0,) * (used + 1)
@@ -282,8 +316,41 @@ def choose_decode(
     if cold == "drop":
         return DecodeChoice("drop", none)
     shared = DecodeChoice("cpu", best_in_place(speeds, expert_bytes, used))
-    shared_s = decode_seconds(speeds, expert_bytes, hit_rate, shared)
-    return shared if shared_s < decode_seconds(speeds, expert_bytes, hit_rate, by_gpu) else by_gpu
+
+    def saved_s(rate: float) -> float:
+        alone_s = decode_seconds(speeds, expert_bytes, rate, by_gpu)
+        return alone_s - decode_seconds(speeds, expert_bytes, rate, shared)
+
+    now_s, even_s = saved_s(hit_rate), saved_s(hit_rate if even_rate is None else even_rate)
+    return shared if now_s > 0 or (even_s > 0 and even_s > -now_s) else by_gpu
+
+
+# ----------------------------------------------------------------------------------- exchanges
+
+
+def exchange_speeds(speeds: ColdSpeeds | None, cold: str, pinned: bool) -> ColdSpeeds | None:
+    """Return the speeds by which exchanges must pay under the setting `cold`.
+
+    None if cold experts take no time, because they are left out, or if no speeds are known.
+    """
+    if speeds is None or cold == "drop":
+        return None
+    return decode_speeds(speeds, cold, pinned)
+
+
+def exchange_saves_seconds(speeds: ColdSpeeds, expert_bytes: int, picks_per_token: float) -> float:
+    """Return the time that an exchange saves over EXCHANGE_HORIZON_TOKENS tokens.
+
+    `picks_per_token` is how many cold picks of a token become hot ones. A cold pick is read by GPU
+    and CPU together where both may; rows of a step that share an expert are not considered.
+    """
+    pick_s = expert_bytes / (speeds.link + speeds.cpu) - expert_bytes / speeds.gpu
+    return EXCHANGE_HORIZON_TOKENS * picks_per_token * pick_s
+
+
+def exchange_takes_seconds(speeds: ColdSpeeds, copied_bytes: int) -> float:
+    """Return the time in which an exchange sends so many bytes over the link."""
+    return copied_bytes / (speeds.copy or speeds.link)
 
 
 # --------------------------------------------------------------------------- the prefill rule
@@ -387,6 +454,13 @@ def left_to_cpu(counts: Mapping[int, int], size: ExpertSize, speeds: ColdSpeeds)
     return _share(counts, size, speeds).by_cpu
 
 
+def prefill_cpu_seconds(counts: Iterable[int], size: ExpertSize, speeds: ColdSpeeds) -> float:
+    """Return the time in which the CPU computes experts with so many picks, while copies run."""
+    read_s = size.bytes / (CPU_READ_SHARE * speeds.cpu)
+    pick_s = size.operations / (CPU_FLOPS_SHARE * speeds.cpu_flops)
+    return sum(max(read_s, count * pick_s) for count in counts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     by_cpu: frozenset[int]  # experts that the CPU computes; the others are copied
@@ -400,11 +474,9 @@ def _share(counts: Mapping[int, int], size: ExpertSize, speeds: ColdSpeeds) -> _
     best, best_s = 0, len(picked) * copy_s
     if not speeds.cpu_takes_prefill:
         return _Share(frozenset(), best_s)
-    read_s = size.bytes / (CPU_READ_SHARE * speeds.cpu)
-    pick_s = size.operations / (CPU_FLOPS_SHARE * speeds.cpu_flops)
     cpu_s = PREFILL_HANDOVER_S
     for taken, (count, _) in enumerate(picked, 1):
-        cpu_s += max(read_s, count * pick_s)
+        cpu_s += prefill_cpu_seconds([count], size, speeds)
         if cpu_s >= best_s:
             break  # more experts take the CPU longer still
         slower = max(cpu_s, (len(picked) - taken) * copy_s)

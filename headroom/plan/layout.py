@@ -202,7 +202,7 @@ def _rough_choices(
 
 
 @dataclass(frozen=True, slots=True)
-class _ColdExperts:
+class _HostExperts:
     """What host memory holds of the routed experts."""
 
     experts: int  # cold ones
@@ -295,7 +295,7 @@ class _Builder:
         unpacks = self.settings.expert_unpack_bytes
         return expert_staging_bytes(layers, self.model.hidden, unpacks)
 
-    def _cold(self, hot: Sequence[HotExperts]) -> _ColdExperts | None:
+    def _cold(self, hot: Sequence[HotExperts]) -> _HostExperts | None:
         """Return what host memory holds of the experts; None where it holds none of them."""
         counts = [count for kept in hot for count in kept.counts]
         layers = [(x, n) for x, n in zip(self.model.layers, counts, strict=True) if n < x.experts]
@@ -313,14 +313,14 @@ class _Builder:
             limit = self._pinnable_bytes
             fits = limit is None or size <= limit
             pinning = Pinning.PINNED if fits else Pinning.OVER_LIMIT
-        return _ColdExperts(
+        return _HostExperts(
             experts=sum(layer.experts - count for layer, count in layers),
             bytes=size,
             largest_bytes=largest_expert([layer for layer, _ in layers]),
             pinning=pinning,
         )
 
-    def _cold_lines(self, cold: _ColdExperts | None) -> list[Line]:
+    def _cold_lines(self, cold: _HostExperts | None) -> list[Line]:
         """Return the host's lines for devices that do not hold all their experts."""
         if cold is None:
             return []

@@ -255,10 +255,10 @@ def _logits_line(
     return Line("logits", size, why)
 
 
-def _graphs_line(
+def graph_parts(
     model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
-) -> Line:
-    """Return the line of captured steps and of libraries' own allocations, with every part."""
+) -> dict[str, int]:
+    """Return the bytes of captured steps and of libraries' own allocations, by what they are."""
     inputs = inputs_bytes(settings.rows, settings.parallel, settings.sequence_pages)
     graphs = NO_GRAPHS if device.kind == "hip" else GPU_GRAPHS
     if settings.uses_arena:
@@ -266,7 +266,13 @@ def _graphs_line(
         libraries = "torch and cuBLAS in a step"
     else:  # without fused kernels torch allocates for each operation
         library, libraries = GPU_EAGER.bytes, GPU_EAGER.source
-    parts = {graphs.source: graphs.bytes, "inputs of steps": inputs, libraries: library}
+    return {graphs.source: graphs.bytes, "inputs of steps": inputs, libraries: library}
+
+
+def _graphs_line(
+    model: ModelShape, layers: Sequence[LayerShape], device: DeviceSpec, settings: PlanSettings
+) -> Line:
+    parts = graph_parts(model, layers, device, settings)
     why = ", ".join(f"{gib(size)} for {what}" for what, size in parts.items())
     return Line("graphs", sum(parts.values()), why)
 

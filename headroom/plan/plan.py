@@ -6,6 +6,7 @@ from math import log2
 
 from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision
 from headroom.machine.targets import is_this_machine
@@ -234,7 +235,49 @@ def make_plan(
         weights = "unpacked"
     plan = _plan(problem, problem.settings(chosen, weights))
     _check_cold(plan, options)
-    return plan
+    return _with_cache(problem, plan)
+
+
+def _with_cache(problem: PlanProblem, plan: Plan) -> Plan:
+    """Return the plan with a cache of experts, if slots may change hands and host memory has room.
+
+    A cache needs every expert in host memory, pinned, where the GPU can read it.
+    """
+    policy, settings = problem.options.expert_policy, plan.settings
+    if policy == "static" or not _has_cold(plan.devices):
+        return plan
+    why = ""
+    if not settings.uses_arena:
+        why = "no fused kernels of a GPU run this model's layers"
+    elif settings.cold not in ("auto", "gpu"):
+        why = f"with --cold {settings.cold} no expert crosses the link"
+    elif not settings.pin_experts:
+        why = "with --no-pin the GPU cannot read host memory"
+    elif not _has_room_for_cache(problem.model, plan.devices):
+        why = f"no layer has slots for the experts of {LEAST_TOKENS} tokens"
+    if not why:
+        changed = replace(settings, keep_host_copy=True, expert_policy=policy)
+        found = _plan(problem, changed)
+        if found.fits and found.host.pinning is Pinning.PINNED:
+            return found
+        held = sum(line.bytes for line in found.host.lines if line.name == "cold_experts")
+        why = f"host memory cannot hold and pin all experts of layers with cold ones, {gib(held)}"
+    if policy == "auto":
+        return plan
+    raise OptionError(
+        f"--expert-policy {policy} cannot be had: {why}.",
+        hint="Choose --expert-policy auto, which takes what there is.",
+        param="expert_policy",
+    )
+
+
+def _has_room_for_cache(model: ModelShape, devices: Sequence[DevicePlan]) -> bool:
+    """Return whether the slots of a layer with cold experts hold those of some tokens."""
+    hot = [count for device in devices for count in device.hot_by_layer]
+    return any(
+        LEAST_TOKENS * layer.experts_used <= count < layer.experts
+        for layer, count in zip(model.layers, hot, strict=True)
+    )
 
 
 def _check_cold(plan: Plan, options: Options) -> None:

@@ -1,9 +1,14 @@
 """ModelShape: bytes and work per layer: everything that the planner knows about a model."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headroom.families.dims import LayerKind
+
+if TYPE_CHECKING:  # plans of known models read no files
+    from pathlib import Path
+
+    from headroom.formats.checkpoint import Checkpoint
 
 F32_BYTES, BF16_BYTES = 4, 2  # of one value; f16 takes as much as bf16
 
@@ -206,3 +211,18 @@ class ModelShape:
     def window(self) -> int:
         """The widest window of any layer; 0 where every layer sees all."""
         return max((layer.window for layer in self.layers), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """A model to plan: its shape, and the files on this disk that have exactly this shape."""
+
+    shape: ModelShape
+    checkpoint: "Checkpoint | None" = None  # None: a known name, another mix, a config.json, a URL
+
+    @property
+    def gguf_path(self) -> "Path | None":
+        """The model's GGUF file, if it has one on this disk."""
+        if self.checkpoint is None or self.checkpoint.format != "gguf":
+            return None
+        return self.checkpoint.path

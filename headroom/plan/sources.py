@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headroom.errors import FormatError, ModelError, OptionError
 from headroom.families.dims import Dims
-from headroom.families.files import open_header
+from headroom.families.files import open_checkpoint, open_header
 from headroom.families.registry import (
     KNOWN,
     NAMINGS,
@@ -16,6 +16,7 @@ from headroom.families.registry import (
     split_mix,
 )
 from headroom.families.tables import Types, tensor_table
+from headroom.formats.checkpoint import Checkpoint, bare_config
 from headroom.formats.header import ModelHeader
 from headroom.formats.hub import find_model, split_repository
 from headroom.formats.mixes import MIXES, find_mix
@@ -24,7 +25,7 @@ from headroom.formats.quants import QuantType
 from headroom.formats.remote import read_hub, read_remote
 from headroom.formats.tensor import TensorInfo
 from headroom.plan.known import known_shape
-from headroom.plan.shape import ModelShape
+from headroom.plan.shape import ModelShape, PlanSource
 from headroom.plan.shaping import UNUSED_WHERE_SHARED, shape_from, shape_of
 
 # Rotary frequencies, which files of any family may hold; they are computed from settings.
@@ -33,18 +34,27 @@ _LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
 
 
 def find_shape(text: str, home: Path) -> ModelShape:
-    """Return the shape of a model by name, path or URL; a suffix like `:q4_k_m` names a mix.
+    """Return the shape of a model by name, path or URL, as `find_source` does."""
+    return find_source(text, home).shape
+
+
+def find_source(text: str, home: Path) -> PlanSource:
+    """Return a model by name, path or URL; a suffix like `:q4_k_m` names a mix.
 
     A config.json without weights names no types and is taken as bf16.
     """
     if is_known(text):
-        return known_shape(text)
+        return PlanSource(known_shape(text))
     base, mix_name = split_mix(text)
-    return header_shape(read_header(base, home), mix_name)
+    found = _open_model(base, home)
+    if isinstance(found, Checkpoint):
+        checkpoint = None if mix_name else found
+        return PlanSource(header_shape(found.header, mix_name), checkpoint)
+    return PlanSource(header_shape(found, mix_name))
 
 
-def read_header(text: str, home: Path) -> ModelHeader:
-    """Return a model's header from this disk, or over the network without its weights."""
+def _open_model(text: str, home: Path) -> Checkpoint | ModelHeader:
+    """Open a model of this disk, or read its header over the network; a header has no weights."""
     if re.match(r"https?://", text):
         return read_remote(text, NAMINGS)
     try:
@@ -59,7 +69,7 @@ def read_header(text: str, home: Path) -> ModelHeader:
                 param="model",
             ) from error
         return read_hub(*repository, NAMINGS)
-    return open_header(path)
+    return open_checkpoint(path) if bare_config(path) is None else open_header(path)
 
 
 def header_shape(header: ModelHeader, mix_name: str = "", dims: Dims | None = None) -> ModelShape:

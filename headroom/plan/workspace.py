@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
+from headroom.kernels.native import scratch
 from headroom.kernels.reference.sizes import KEY_BLOCK, QUERY_TILE, ROW_TILE, UNPACK_VALUES
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import DeviceStep, device_phases
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
-
-NATIVE_KEY_BLOCK = 256  # keys that the C++ attention sums up at a time
 
 
 def workspace_phases(
@@ -24,14 +23,14 @@ def workspace_phases(
     if settings.uses_arena:
         return device_phases(layers, device_step(model.hidden, settings))
     if settings.kernels == "native":
-        scratch = {
+        native = {
             "layer": max(native_layer_scratch(model.hidden, layer, settings) for layer in layers)
         }
         if any(layer.experts for layer in layers):
-            scratch["experts"] = max(
+            native["experts"] = max(
                 native_experts_scratch(model.hidden, layer, settings) for layer in layers
             )
-        return scratch
+        return native
     # Reference kernels keep more copies than fused ones.
     plain = device.kind == "cpu" or settings.kernels == "reference"
     row = F32_BYTES * settings.rows
@@ -68,52 +67,25 @@ def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
 
 
 def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
-    """Return the scratch of one layer in the C++ kernels.
-
-    This repeats `Ops::layer_scratch` in native/ops.cpp, since the planner also runs without the C++
-    module; a test compares both.
-
-    Rows of f32, their copies rounded to 8 bits with scales and sums, and the partial results of
-    attention for every sequence that decodes at a full context.
-    """
-    rows, heads = settings.rows, layer.query_heads
-    queries, keys, values = heads * layer.key_dim, *layer.kv_values
-    floats = sum(
-        _aligned(F32_BYTES * rows * width)
-        for width in (hidden, queries, queries, keys, values, layer.ffn_width)
+    """Return the scratch of one layer in the C++ kernels, if every sequence fills its context."""
+    keys, values = layer.kv_values
+    sizes = scratch.LayerSizes(
+        hidden=hidden,
+        queries=layer.query_heads * layer.key_dim,
+        keys=keys,
+        values=values,
+        ffn_width=layer.ffn_width,
+        heads=layer.query_heads,
+        head_dim=layer.value_dim,
     )
-    rounded = sum(_rounded(rows, width) for width in (hidden, hidden, queries, layer.ffn_width))
-    blocks = -(-settings.context // NATIVE_KEY_BLOCK)
-    partial = _aligned(F32_BYTES * blocks * heads * (-(-layer.value_dim // 16) * 16 + 2))
-    return floats + rounded + settings.parallel * partial
+    return scratch.layer_scratch(sizes, settings.rows, (settings.context,) * settings.parallel)
 
 
 def native_experts_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
-    """Return the scratch of experts in the C++ kernels.
-
-    This repeats `Ops::experts_scratch` in native/experts.cpp; a test compares both.
-
-    It holds a copy of each row for every expert that the row visits, as f32 and in 8 bits.
-    """
-    picks = settings.rows * layer.experts_used
-    orders = _aligned(4 * (layer.experts + 1)) + 2 * _aligned(4 * picks)
-    return orders + sum(
-        _aligned(F32_BYTES * picks * width) + _rounded(picks, width)
-        for width in (hidden, layer.expert_width)
+    """Return the scratch of one layer's routed experts in the C++ kernels."""
+    return scratch.experts_scratch(
+        settings.rows, layer.experts_used, hidden, layer.expert_width, layer.experts
     )
-
-
-def _rounded(rows: int, width: int) -> int:
-    """Return the bytes of rows rounded to 8 bits, with the scales and sums of their blocks."""
-    return (
-        _aligned(rows * width)
-        + _aligned(4 * rows * (width // 32))
-        + _aligned(4 * rows * (width // 16))
-    )
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // 64) * 64
 
 
 def _unpacking(values: int) -> int:

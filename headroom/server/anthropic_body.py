@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, and what they ask for."""
+"""The bodies of Anthropic's Messages API, and the conversations that they stand for."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from headroom.server.anthropic_errors import NO_THREADS
 from headroom.server.anthropic_history import AnthropicMessageBody, History, TextBlocks, system_text
+from headroom.server.invalid_bodies import short
 from headroom.server.openai_tools import ToolName
 from headroom.server.refusals import RefusalError
 from headroom.server.schemas import (
@@ -15,20 +16,18 @@ from headroom.server.schemas import (
     Positive,
     check_stops,
     invalid,
-    short,
-    unsupported,
 )
 from headroom.server.thinking_fields import Effort
 from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
 
 
 def _check_tool_kind(value: object) -> object:
-    """Refuse tools that are not described: those of Anthropic's servers, and its own schemas."""
+    """Refuse tools that Anthropic defines: those its servers run, and those without a schema."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in (None, "custom"):
         raise ValueError(
-            f"tools of type {short(kind)!r} are not there, because this server runs no tools; "
-            "only tools with a name and an input_schema, which the client runs, can be called"
+            f"tools of type {short(kind)!r} are not supported: this server runs no tools itself; "
+            "describe a tool that the client runs by its name and input_schema"
         )
     return value
 
@@ -41,13 +40,14 @@ class AnthropicToolBody(Body):
     input_schema: dict[str, Any]  # JSON schema of the input, an object
     strict: bool | None = None
 
-    def tool(self) -> Tool:
-        """Return the tool as chat templates and parsers know it."""
+    def tool(self, index: int) -> Tool:
+        """Return the tool at a place in `tools` as a `Tool`."""
         return Tool(
             name=self.name,
             description=self.description or "",
             parameters=self.input_schema,
             strict=bool(self.strict),
+            param=f"tools[{index}].input_schema",
         )
 
 
@@ -75,14 +75,14 @@ class AnthropicFormatBody(Body):
 
 
 class OutputBody(Body):
-    """How much effort the answer is worth, and its format."""
+    """The effort of the thought, and the format of the answer."""
 
     effort: Effort | None = None
     format: AnthropicFormatBody | None = None
 
 
 class PromptBody(GenerationBody):
-    """The fields that make the prompt: the body of /v1/messages/count_tokens."""
+    """The fields from which the prompt is made; the body of /v1/messages/count_tokens."""
 
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "container": (),
@@ -106,7 +106,7 @@ class PromptBody(GenerationBody):
     tool_choice: ToolChoiceBody | None = None
     thinking: AnthropicThinkingBody | None = None
     output_config: OutputBody | None = None
-    output_format: AnthropicFormatBody | None = None  # the older place of `output_config.format`
+    output_format: AnthropicFormatBody | None = None  # older name of `output_config.format`
     context_management: dict[str, Any] | None = None
     thread: Any = None
 
@@ -116,50 +116,41 @@ class PromptBody(GenerationBody):
             raise RefusalError(
                 400,
                 NO_THREADS,
-                "Conversations are not kept here; leave `thread` out and send all messages.",
+                "This server keeps no conversations; leave `thread` out and send all messages.",
                 param="thread",
             )
         return self
 
     @property
     def hides_thoughts(self) -> bool:
-        """Whether the client wants to know only that there is a thought, not its text."""
+        """Whether thoughts are sent without their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     def conversation(self) -> Conversation:
-        """Return what the body asks for, in the words that all chat APIs share."""
+        """Return the body as a `Conversation`."""
         history = History(system_text(self.system or []), self.messages)
         tools = self._offered_tools()
-        output_format = self._asked_format()
-        if history.continues:
-            if history.turns[-1].get("tool_calls"):
-                raise invalid(
-                    "messages",
-                    "The last message calls tools; a message with a tool_result for each call must "
-                    "follow.",
-                )
-            if output_format is not None:
-                raise unsupported(
-                    "output_config.format",
-                    "An answer whose first words are given cannot have a format; let the "
-                    "conversation end with a message of the user.",
-                )
+        if history.continues and history.turns[-1].get("tool_calls"):
+            raise invalid(
+                "messages",
+                "The last message calls tools. Add a message with a tool_result for each call.",
+            )
         return Conversation(
             messages=history.turns,
             tools=tools,
             tool_choice=self._choice(tools),
-            output_format=output_format,
+            output_format=self._asked_format(),
             thinking=self._asked_thinking(),
             continues=history.continues,
         )
 
     def _offered_tools(self) -> tuple[Tool, ...]:
-        tools = tuple(body.tool() for body in self.tools or ())
+        tools = tuple(body.tool(index) for index, body in enumerate(self.tools or ()))
         names = [tool.name for tool in tools]
         for index, name in enumerate(names):
             if name in names[:index]:
                 where = f"tools[{index}].name"
-                raise invalid(where, f"{where}: another tool has the name {short(name)!r}, too.")
+                raise invalid(where, f"{where}: two tools have the name {short(name)!r}.")
         return tools
 
     def _choice(self, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -171,12 +162,12 @@ class PromptBody(GenerationBody):
             return ToolChoice(parallel=parallel)
         if not tools:
             raise invalid(
-                "tool_choice", f"tool_choice has the type {choice.type!r}, and there are no tools."
+                "tool_choice", f"tool_choice has the type {choice.type!r}, but there are no tools."
             )
         if choice.type == "any":
             return ToolChoice(mode="required", parallel=parallel)
         if choice.name not in [tool.name for tool in tools]:
-            what = "is required" if choice.name is None else f"{short(choice.name)!r} is no tool"
+            what = "is required" if choice.name is None else f"{short(choice.name)!r} is not a tool"
             names = short(", ".join(tool.name for tool in tools))
             raise invalid("tool_choice.name", f"tool_choice.name {what}; the tools are: {names}.")
         return ToolChoice(mode="required", name=choice.name, parallel=parallel)
@@ -204,7 +195,7 @@ class PromptBody(GenerationBody):
 class MessagesBody(PromptBody):
     """The body of /v1/messages."""
 
-    max_tokens: Positive  # more than the context holds is as many as it holds
+    max_tokens: Positive  # may be larger than the context
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(check_stops)] = ()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Anthropic's messages: their blocks, and the turns of a chat template that they stand for."""
+"""Anthropic's messages and their blocks, and their conversion to messages of a chat template."""
 
 import base64
 import json
@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from headroom.server.invalid_bodies import short, wrong_type
 from headroom.server.openai_tools import NonEmpty, ToolName
-from headroom.server.schemas import Body, invalid, short, wrong_type
+from headroom.server.schemas import LEFT_OUT_PART, Body, invalid
 
-# Claude Code begins its system prompt with a line that changes with every request.
+# The start of a line in Claude Code's system prompt that changes with every release and session.
 BILLING = "x-anthropic-billing-header:"
 HIDDEN = "hidden."  # begins the signature that carries the text of a thought that is not shown
 MOST_THOUGHT_BYTES = 4 << 20  # of one thought in a signature
@@ -19,7 +20,7 @@ BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def as_blocks(value: object) -> object:
-    """Return content as a list of blocks: a text stands for one block of text."""
+    """Return content as a list of blocks; a text becomes one block."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -28,7 +29,7 @@ def as_blocks(value: object) -> object:
 
 
 def _known(kinds: Sequence[str]) -> BeforeValidator:
-    """Return a check that refuses blocks of other kinds by name."""
+    """Return a check that refuses blocks of any other type."""
 
     def check(block: object) -> object:
         kind = block.get("type") if isinstance(block, dict) else None
@@ -37,7 +38,7 @@ def _known(kinds: Sequence[str]) -> BeforeValidator:
         if kind not in kinds:
             allowed = ", ".join(kinds)
             raise ValueError(
-                f"blocks of type {short(kind)!r} cannot be read here; the types are: {allowed}"
+                f"blocks of type {short(kind)!r} are not supported here, only: {allowed}"
             )
         return block
 
@@ -52,7 +53,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought of the assistant, as an earlier answer had it."""
+    """A thought of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -60,18 +61,18 @@ class ThinkingBlock(Body):
 
     @property
     def thought(self) -> str:
-        """The thought's text; where it was not shown, the signature has it."""
+        """The text of the thought; if it was not shown, the signature has it."""
         return self.thinking or hidden_thought(self.signature)
 
 
 class RedactedThinkingBlock(Body):
-    """A thought that only Anthropic's servers can read; it is left out of the prompt."""
+    """A thought that only Anthropic's servers can read; the prompt leaves it out."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(Body):
-    """A call that the assistant made."""
+    """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: NonEmpty
@@ -99,16 +100,15 @@ class UnreadableBlock(Body):
 
     @property
     def text(self) -> str:
-        """What the model is told of the block."""
-        return f"[{self.type} left out: this model reads text only]"
+        """The text that the model gets instead of the block."""
+        return LEFT_OUT_PART.format(kind=self.type)
 
 
-def joined(blocks: Sequence[TextBlock | UnreadableBlock]) -> str:
-    """Return blocks of text as one text, each on a line of its own."""
+def join_texts(blocks: Sequence[TextBlock | UnreadableBlock]) -> str:
+    """Return blocks of text as one text, with line breaks between them."""
     return "\n".join(block.text for block in blocks if block.text)
 
 
-# A client cannot take back what a tool has returned, so that a picture is not refused there.
 ResultBlocks = Annotated[
     list[
         Annotated[
@@ -133,7 +133,7 @@ class ToolResultBlock(Body):
     @property
     def text(self) -> str:
         """The result as the model reads it."""
-        text = joined(self.content)
+        text = join_texts(self.content)
         return f"Error: {text}" if self.is_error else text
 
 
@@ -188,9 +188,9 @@ class AnthropicMessageBody(Body):
 
 
 def system_text(blocks: Sequence[TextBlock]) -> str:
-    """Return the system prompt without the line that changes with every request.
+    """Return the system prompt without Claude Code's billing line.
 
-    That line would make the beginning of each prompt differ from the one before.
+    The line changes, so that no two prompts would begin alike.
     """
     kept = (_without_billing(block.text) for block in blocks)
     return "\n".join(text for text in kept if text)
@@ -201,11 +201,11 @@ def _without_billing(text: str) -> str:
 
 
 class History:
-    """Turns messages into the turns of a chat template.
+    """Converts Anthropic's messages to messages of a chat template, called turns here.
 
-    Messages of one role in a row are one turn, as in Anthropic's API, because many templates want
-    roles to alternate. Templates know one system prompt at the beginning; a later system message
-    is a part of the user's turn, between marks that say what it is.
+    Consecutive messages of one role become one turn, as in Anthropic's API, because many templates
+    require alternating roles. Templates accept one system prompt, at the beginning; a later system
+    message becomes a part of the user's turn, between tags.
     """
 
     def __init__(self, system: str, messages: Sequence[AnthropicMessageBody]) -> None:
@@ -217,27 +217,27 @@ class History:
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The turns, with OpenAI's names of fields."""
+        """The turns, with the field names of OpenAI's API."""
         if not self._system:
             return self._turns
         return [{"role": "system", "content": "\n".join(self._system)}, *self._turns]
 
     @property
     def continues(self) -> bool:
-        """Whether the conversation ends with the first words of the assistant's answer."""
+        """Whether the conversation ends with the beginning of the assistant's answer."""
         return bool(self._turns) and self._turns[-1]["role"] == "assistant"
 
     def _add(self, message: AnthropicMessageBody, where: str) -> None:
-        text = joined(message.texts)
+        text = join_texts(message.texts)
         if message.role == "assistant":
-            # Blocks of an answer go on where the one before them ended.
+            # Text blocks of one answer follow each other without a line break.
             self._add_answer(message, "".join(block.text for block in message.texts))
         elif message.role == "system" and not self._turns:
             self._system.append(text)
         elif message.role == "system":
             self._say("user", f"<system-reminder>\n{text}\n</system-reminder>")
         else:
-            # A template expects results right after the calls, whatever else the user says.
+            # A template expects results right after the calls, before the user's text.
             for result in message.results:
                 self._add_result(result, where)
             if text or not message.results:
@@ -268,8 +268,8 @@ class History:
         if name is None:
             raise invalid(
                 f"{where}.content",
-                f"{where}.content: a tool_result is about the call {short(result.tool_use_id)!r}, "
-                "and no tool_use block before it has this id.",
+                f"{where}.content: a tool_result answers the call {short(result.tool_use_id)!r}, "
+                "but no tool_use block before it has this id.",
             )
         self._turns.append(
             {

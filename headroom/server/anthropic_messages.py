@@ -1,6 +1,5 @@
 """POST /v1/messages: answers a conversation, or counts its tokens, in Anthropic's format."""
 
-import asyncio
 import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -10,13 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from headroom.answers import AnswerDelta
 from headroom.server.anthropic_body import MessagesBody, PromptBody
-from headroom.server.anthropic_errors import error_body, new_request_id
+from headroom.server.anthropic_errors import error_body
 from headroom.server.anthropic_history import hidden_signature
+from headroom.server.json_values import JSONResponse
 from headroom.server.refusals import problem_of
+from headroom.server.request_log import current_record
 from headroom.server.schemas import read_body
 from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
@@ -24,9 +25,9 @@ from headroom.text.answer_parser import CallDelta
 
 router = APIRouter()
 
-Event = dict[str, Any]
-MORE = ("context_management", "finish_details")  # fields of a message that not all messages have
-BROKEN_INPUT = "INVALID_JSON"  # the key under which Anthropic has clients replay a broken input
+MessageEvent = dict[str, Any]
+OPTIONAL_FIELDS = ("context_management", "finish_details")  # of a message
+BROKEN_INPUT = "INVALID_JSON"  # the key that Anthropic's API uses for an input that is not JSON
 PING = event({"type": "ping"}, "ping")
 
 
@@ -38,9 +39,9 @@ async def create_message(request: Request) -> Response:
     chat = body.conversation()
     llm = await service.model(body.model, streams=body.stream)
     answers = await service.start_chat(llm, chat, body.sampling())
-    call = MessageCall(body, answers, new_request_id())
+    call = MessageCall(body, answers, current_record().id)
     if body.stream:
-        stream = EventStream(call.stream(), service.options.keep_alive, answers.close, PING)
+        stream = EventStream(call.stream(), service.options.keep_alive, answers.close, lambda: PING)
         stream.headers["request-id"] = call.request_id
         return stream
     try:
@@ -57,23 +58,23 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, PromptBody, service.options.max_body)
     chat = replace(body.conversation(), output_format=None)  # a format adds no tokens
     llm = await service.model(body.model)
-    prompt = await asyncio.to_thread(llm.prepare_chat, chat)
+    prompt = await service.in_thread(llm.prepare_chat, chat)
     counts: dict[str, Any] = {"input_tokens": len(prompt.tokens)}
     if body.context_management is not None:  # no edit is applied
         counts["context_management"] = {"original_input_tokens": len(prompt.tokens)}
-    return JSONResponse(counts, headers={"request-id": new_request_id()})
+    return JSONResponse(counts, headers={"request-id": current_record().id})
 
 
 @dataclass(frozen=True, slots=True)
 class MessageCall:
-    """One HTTP call: what was asked, and the answer that the engine gives."""
+    """One HTTP request: its body and its answer."""
 
     body: MessagesBody
     answers: Answers
     request_id: str
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer's events; an error after the stream began becomes the last event."""
+        """Yield the events of the answer; an error becomes the last event."""
         try:
             events = self._events()
             async with aclosing(events):
@@ -88,7 +89,7 @@ class MessageCall:
         async with aclosing(events):
             return join_events([one async for one in events])
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
+    async def _events(self) -> AsyncGenerator[MessageEvent, None]:
         blocks = BlockWriter(hides_thoughts=self.body.hides_thoughts)
         yield {"type": "message_start", "message": self._opening()}
         async with aclosing(self.answers.deltas()) as deltas:
@@ -122,9 +123,9 @@ class MessageCall:
             },
         }
 
-    def _ending(self, last: AnswerDelta, *, called: bool) -> Event:
-        """Return the event that says why the message ended, and what it cost."""
-        ending: Event = {
+    def _ending(self, last: AnswerDelta, *, called: bool) -> MessageEvent:
+        """Return the event with the reason why the message ended, and its token counts."""
+        ending: MessageEvent = {
             "type": "message_delta",
             "delta": {
                 "stop_reason": self._stop_reason(last, called=called),
@@ -150,7 +151,7 @@ class MessageCall:
 
 
 def _usage(prompt: int, generated: int, thoughts: int) -> dict[str, Any]:
-    """Return the counts of tokens; no prompt is read from a cache."""
+    """Return the token counts; those of the prompt cache are 0, because there is none."""
     return {
         "input_tokens": prompt,
         "cache_creation_input_tokens": 0,
@@ -164,8 +165,8 @@ def _usage(prompt: int, generated: int, thoughts: int) -> dict[str, Any]:
 class BlockWriter:
     """Turns the deltas of one answer into the events of its blocks: thinking, text and tool_use.
 
-    White space at the end of a text is held until more text comes: before a call it is dropped, so
-    that no block of text is empty.
+    White space at the end of text is held back until more text comes. Before a call it is dropped,
+    so that no text block is only white space.
     """
 
     def __init__(self, *, hides_thoughts: bool = False) -> None:
@@ -177,7 +178,7 @@ class BlockWriter:
         self._said = False  # there is a block of text
         self.called = False  # there is a call
 
-    def add(self, delta: AnswerDelta) -> Iterator[Event]:
+    def add(self, delta: AnswerDelta) -> Iterator[MessageEvent]:
         """Yield the events of what a delta adds."""
         if delta.thought:
             yield from self._think(delta.thought)
@@ -186,13 +187,13 @@ class BlockWriter:
         for call in delta.calls:
             yield from self._call(call)
 
-    def finish(self) -> Iterator[Event]:
+    def finish(self) -> Iterator[MessageEvent]:
         """Yield the events that end the last block; no more deltas come."""
         if self._blank and (self._open == "text" or not (self._said or self.called)):
             yield from self._text(self._blank)
         yield from self._end()
 
-    def _think(self, thought: str) -> Iterator[Event]:
+    def _think(self, thought: str) -> Iterator[MessageEvent]:
         if self._open != "thinking":
             yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
             self._thought = ""
@@ -200,20 +201,20 @@ class BlockWriter:
         if not self._hides_thoughts:
             yield self._delta({"type": "thinking_delta", "thinking": thought})
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _say(self, text: str) -> Iterator[MessageEvent]:
         text = self._blank + text
         shown = text.rstrip()
         self._blank = text[len(shown) :]
         if shown:
             yield from self._text(shown)
 
-    def _text(self, text: str) -> Iterator[Event]:
+    def _text(self, text: str) -> Iterator[MessageEvent]:
         if self._open != "text":
             self._said = True
             yield from self._start({"type": "text", "text": "", "citations": None})
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _call(self, call: CallDelta) -> Iterator[Event]:
+    def _call(self, call: CallDelta) -> Iterator[MessageEvent]:
         if call.name:
             self.called = True
             self._blank = ""
@@ -222,13 +223,13 @@ class BlockWriter:
         if call.arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
-    def _start(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _start(self, block: dict[str, Any]) -> Iterator[MessageEvent]:
         yield from self._end()
         self._index += 1
         self._open = block["type"]
         yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
-    def _end(self) -> Iterator[Event]:
+    def _end(self) -> Iterator[MessageEvent]:
         if self._open == "thinking":
             yield self._delta({"type": "signature_delta", "signature": self._signature()})
         if self._open is not None:
@@ -236,16 +237,16 @@ class BlockWriter:
         self._open = None
 
     def _signature(self) -> str:
-        """Return what stands for a thought; nothing checks that of a thought that is shown."""
+        """Return the signature of a thought: the thought itself if it is hidden, else a hash."""
         if self._hides_thoughts:
             return hidden_signature(self._thought)
         return hashlib.sha256(self._thought.encode()).hexdigest()
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, delta: dict[str, Any]) -> MessageEvent:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
 
-def join_events(events: Iterable[Event]) -> dict[str, Any]:
+def join_events(events: Iterable[MessageEvent]) -> dict[str, Any]:
     """Return the whole message that the events of one answer add up to."""
     message: dict[str, Any] = {}
     arguments: dict[int, str] = {}
@@ -265,16 +266,16 @@ def join_events(events: Iterable[Event]) -> dict[str, Any]:
         elif kind == "message_delta":
             message |= one["delta"]
             message["usage"] |= one["usage"]
-            message |= {name: one[name] for name in MORE if name in one}
+            message |= {name: one[name] for name in OPTIONAL_FIELDS if name in one}
     for index, text in arguments.items():
         message["content"][index]["input"] = read_input(text)
     return message
 
 
 def read_input(text: str) -> dict[str, Any]:
-    """Return the input of a call; that of a call that broke or was cut is marked as such.
+    """Return the input of a call; one that is incomplete comes as text under BROKEN_INPUT.
 
-    Half an input must not look like a whole one: a client would run the tool with it.
+    So no client runs a tool with half an input.
     """
     try:
         value = from_json(text)

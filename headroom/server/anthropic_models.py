@@ -1,4 +1,4 @@
-"""The list of models in Anthropic's shape, for clients that send the header anthropic-version."""
+"""The list of models in Anthropic's format, for clients that send the header anthropic-version."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def show_model_info(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one model in Anthropic's shape, from its entry in OpenAI's."""
+    """Return a model in Anthropic's format, made from its entry in OpenAI's list."""
     created = datetime.fromtimestamp(model["created"], UTC)
     return {
         "type": "model",
@@ -20,7 +20,7 @@ def show_model_info(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def models_page(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all models as the only page of Anthropic's list, from their entries in OpenAI's."""
+    """Return Anthropic's list of models, as one page, made from the entries of OpenAI's list."""
     return {
         "data": [show_model_info(model) for model in models],
         "has_more": False,

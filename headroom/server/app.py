@@ -1,62 +1,60 @@
-"""The HTTP application: its endpoints, its API key, its start and its stop."""
+"""The HTTP application: its endpoints, its API key, and what it says about itself."""
 
-import contextlib
-import hmac
-import logging
-import os
-import signal
-import socket
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from headroom.errors import HeadroomError, OptionError
+from headroom.errors import HeadroomError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server import (
     anthropic_messages,
+    chat_page,
+    experts,
     ollama,
     ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
+    plan,
     props,
     responses,
     tokens,
 )
 from headroom.server.anthropic_errors import error_response, speaks_anthropic
 from headroom.server.anthropic_models import models_page, show_model_info
+from headroom.server.browsers import GuardAgainstPages, listed
 from headroom.server.codex import codex_model
 from headroom.server.holding import HoldModels
-from headroom.server.metrics import MeasureRequests, Metrics
-from headroom.server.refusals import RefusalError, problem_for
+from headroom.server.json_values import JSONResponse
+from headroom.server.keys import KeyRing
+from headroom.server.metrics import Metrics
+from headroom.server.refusals import problem_for
+from headroom.server.request_log import ID_HEADER, WatchRequests, current_record
 from headroom.server.responses_store import ResponseStore
 from headroom.server.service import Service
-from headroom.server.shelf import Place, Shelf
+from headroom.server.shelf import Shelf, ShelvedModel
 from headroom.units import parse_size
 
-log = logging.getLogger("headroom.server")
-
-# A new endpoint is a module with a router, and a word here.
+# A new endpoint is a module with a `router`, listed here.
 ENDPOINTS = (
     anthropic_messages,
+    experts,
     ollama,
     ollama_models,
     openai_chat,
     openai_completions,
     openai_embeddings,
+    plan,
     props,
     responses,
     tokens,
 )
-STOP_S = 5  # seconds that a shutdown waits for clients to take their last events
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 status_routes = APIRouter()
@@ -72,6 +70,7 @@ def create_app(models: Shelf | LLM, options: Options) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
+        default_response_class=JSONResponse,
         exception_handlers={
             HeadroomError: answer_error,
             HTTPException: answer_error,
@@ -79,28 +78,40 @@ def create_app(models: Shelf | LLM, options: Options) -> FastAPI:
         },
     )
     app.state.service = Service(shelf, options, metrics)
+    app.state.keys = KeyRing(options)
     app.state.created = int(time.time())
     app.state.responses = ResponseStore(
         options.stored_responses, parse_size(options.stored_bytes, "stored_bytes")
     )
-    for path in ("/", "/health"):  # agents ask for the root to see whether a server is there
-        app.add_api_route(path, health, methods=["GET", "HEAD"])
-    for endpoint in (status_routes, *(module.router for module in ENDPOINTS)):
-        app.include_router(endpoint, dependencies=[Depends(check_key)])
-    app.add_middleware(HoldModels)  # the innermost one
-    if options.cors is not None:
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
+    app.include_router(chat_page.router)
+    routers = [status_routes, *(module.router for module in ENDPOINTS)]
+    for router in routers:
+        app.include_router(router, dependencies=[Depends(check_key)])
+    # The method and path of each, from which errors suggest one for a path that is not there.
+    app.state.endpoints = [
+        (method, route.path)
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    ]
+    app.add_middleware(HoldModels)  # added first, so it runs innermost
+    if origins := listed(options.cors):
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[options.cors],
+            allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
+            expose_headers=[ID_HEADER, "retry-after"],
         )
-    app.add_middleware(MeasureRequests, metrics=metrics)
+    app.add_middleware(GuardAgainstPages, options=options, answer_error=answer_error)
+    app.add_middleware(WatchRequests, metrics=metrics)
     return app
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Answer a request that raised an error, in the shape of the API that it belongs to."""
+    """Answer a request that raised an error, in the format of the API that was called."""
     problem = problem_for(request, error)
     if speaks_anthropic(request):
         return error_response(problem, error)
@@ -110,27 +121,21 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def check_key(request: Request) -> None:
-    """Refuse a request without the API key, if the server has one."""
-    service: Service = request.app.state.service
-    if service.options.api_key is None:
-        return
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    sent = [key.strip()] if scheme.lower() == "bearer" else []
-    if "x-api-key" in request.headers:  # as Anthropic's clients send it
-        sent.append(request.headers["x-api-key"].strip())
-    right = service.options.api_key.encode()
-    # The bytes of a header as they came.
-    if not any(hmac.compare_digest(key.encode("latin-1"), right) for key in sent):
-        what = "The API key is wrong." if any(sent) else "An API key is needed."
-        hint = "Send `Authorization: Bearer KEY` or `x-api-key: KEY`."
-        raise RefusalError(401, "invalid_api_key", what, hint=hint)
+    """Refuse a request without a right key, or beyond the key's limits."""
+    keys: KeyRing = request.app.state.keys
+    if (key := keys.find(request)) is not None:
+        key.take_request()
+        current_record().key = key
 
 
 async def health(request: Request) -> Response:
-    """Answer 200 while requests are taken."""
+    """Answer 200 while the server accepts requests, else 503."""
     service: Service = request.app.state.service
     if service.stopping:
         return JSONResponse({"status": "stopping"}, status_code=503)
+    if (loading := service.shelf.first_load) is not None:
+        shown = {"status": "loading", "progress": round(loading.share, 3)}
+        return JSONResponse(shown, status_code=503, headers={"Retry-After": "1"})
     if not all(engine.alive for engine in service.shelf.engines().values()):
         return JSONResponse({"status": "engine stopped"}, status_code=503)
     return JSONResponse({"status": "ok"})
@@ -138,24 +143,27 @@ async def health(request: Request) -> Response:
 
 @status_routes.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """List all models, loaded or not; Codex, which gives its version, has its own schema."""
+    """List all models, loaded or not, as OpenAI or Anthropic do, or in Codex's own schema.
+
+    Codex is recognised by the query parameter `client_version`.
+    """
     service: Service = request.app.state.service
     if "client_version" in request.query_params:
         shown = [
-            codex_model(place.name, place.context, thinks=place.thinks)
-            for place in service.shelf.places
-            if place.context is not None
+            codex_model(shelved.name, shelved.context, thinks=shelved.thinks)
+            for shelved in service.shelf.models
+            if shelved.context is not None
         ]
         return {"models": shown}
-    models = [_model(request, place) for place in service.shelf.places]
+    models = [_model(request, shelved) for shelved in service.shelf.models]
     return models_page(models) if speaks_anthropic(request) else {"object": "list", "data": models}
 
 
 @status_routes.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> dict[str, Any]:
-    """Show one model; it is not loaded for that."""
+    """Show one model, without loading it."""
     service: Service = request.app.state.service
-    model = _model(request, service.place(name, exact=True))
+    model = _model(request, service.find_shelved(name, exact=True))
     return show_model_info(model) if speaks_anthropic(request) else model
 
 
@@ -166,97 +174,19 @@ async def show_metrics(request: Request) -> Response:
     return Response(service.metrics.text(), media_type=METRICS_TYPE)
 
 
-def _model(request: Request, place: Place) -> dict[str, Any]:
+def _model(request: Request, shelved: ShelvedModel) -> dict[str, Any]:
     shown: dict[str, Any] = {
-        "id": place.name,
+        "id": shelved.name,
         "object": "model",
         "created": request.app.state.created,
         "owned_by": "headroom",
-        "context_length": place.context,
-        "size_bytes": place.card.size_bytes,
-        "loaded": place.llm is not None,
+        "context_length": shelved.context,
+        "size_bytes": shelved.card.size_bytes,
+        "loaded": shelved.llm is not None,
     }
-    if place.card.error is not None:
-        shown["error"] = str(place.card.error)
+    shelf = request.app.state.service.shelf
+    if shelf.first_load is not None and shelved is shelf.models[0]:
+        shown["loading"] = round(shelf.first_load.share, 3)
+    if (wrong := shelved.card.error or shelved.card.unfit) is not None:
+        shown["error"] = str(wrong)
     return shown
-
-
-class HttpServer(uvicorn.Server):
-    """A uvicorn server that logs when it is ready and ends running answers before it stops."""
-
-    def __init__(self, models: Shelf | LLM, options: Options, bound: socket.socket) -> None:
-        self._app = create_app(models, options)
-        self._socket = bound
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        self.address = f"http://{host}:{bound.getsockname()[1]}"
-        config = uvicorn.Config(
-            self._app,
-            log_config=None,
-            access_log=False,
-            ws="none",  # clients that try WebSockets get a plain refusal, and go on without
-            timeout_graceful_shutdown=STOP_S,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-        super().__init__(config)
-
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until told to stop."""
-        super().run(sockets or [self._socket])
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen, then log the address."""
-        await super().startup(sockets)
-        if self.started:
-            service: Service = self._app.state.service
-            service.shelf.start_timers()
-            log.info("serve: ready on %s", self.address)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End running answers first, since uvicorn would wait for them."""
-        log.info("serve: stopping")
-        service: Service = self._app.state.service
-        service.stop()
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM; uvicorn's own version raises the signal again afterwards."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        signals = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in signals}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def run_server(models: Shelf | LLM, options: Options, bound: socket.socket) -> None:
-    """Serve on a bound socket until SIGINT or SIGTERM."""
-    HttpServer(models, options, bound).run()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind an address; connections are refused until the server listens."""
-    bound = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        if bound is not None:
-            bound.close()
-        # The system's own words, without the address that Python adds to them.
-        number = error.errno or 0
-        reason = os.strerror(number) if number > 0 else error.strerror
-        raise OptionError(
-            f"Cannot listen on {host}:{port}: {reason}.",
-            hint="Choose another --port or --host.",
-            param="port",
-        ) from error
-    return bound

@@ -1,8 +1,8 @@
-"""The list of models that Codex asks for: GET /v1/models?client_version=..., in its own schema."""
+"""The list of models in Codex's own schema, for GET /v1/models?client_version=..."""
 
 from typing import Any
 
-EFFORTS = {
+EFFORT_DESCRIPTIONS = {
     "none": "Answer without thinking",
     "low": "Think briefly",
     "medium": "Think as long as usual tasks need",
@@ -24,8 +24,10 @@ TOOL_OUTPUT_TOKENS = 10_000  # Codex shortens longer outputs of tools before it 
 
 
 def codex_model(name: str, context: int, *, thinks: bool) -> dict[str, Any]:
-    """Return one entry of Codex's list: a model of so many tokens of context."""
-    levels = [{"effort": effort, "description": text} for effort, text in EFFORTS.items()]
+    """Return a model as an entry of Codex's list; `context` is in tokens."""
+    levels = [
+        {"effort": effort, "description": text} for effort, text in EFFORT_DESCRIPTIONS.items()
+    ]
     return {
         "slug": name,
         "display_name": name,

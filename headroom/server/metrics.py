@@ -1,24 +1,22 @@
-"""Prometheus metrics: the engine's counters, and how long clients wait."""
+"""Prometheus metrics: counters of engines and HTTP requests, and how long clients wait."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import Timings
-from headroom.engine.stats import ExpertTelemetry
+from headroom.engine.stats import EngineStats, ExpertTelemetry
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-Engines = Callable[[], Mapping[str, Engine]]  # returns those of loaded models, by their names
+Engines = Callable[[], Mapping[str, Engine]]  # returns the engines of loaded models, by name
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
 class EngineCollector(Collector):
-    """Reads the engines' counters whenever /metrics is asked for."""
+    """Reads the engines' counters for each request of /metrics."""
 
     def __init__(self, engines: Engines, *, by_model: bool) -> None:
         self._engines = engines
@@ -27,21 +25,38 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics of one snapshot of each loaded model's engine."""
         families: dict[str, Metric] = {}
-        for model, engine in self._engines().items():
+        snapshots = {model: engine.stats() for model, engine in self._engines().items()}
+        for model, stats in snapshots.items():
             label = {"model": model} if self._by_model else {}
-            for metric in engine_metrics(engine, label):
+            for metric in engine_metrics(stats, label):
                 known = families.setdefault(metric.name, metric)
                 if known is not metric:
                     known.samples.extend(metric.samples)
         yield from families.values()
+        process = _process_memory(snapshots.values())
+        if process.samples:
+            yield process
 
 
-def engine_metrics(engine: Engine, label: Mapping[str, str]) -> Iterable[Metric]:
+def _process_memory(snapshots: Iterable[EngineStats]) -> Metric:
+    """Return the bytes of each GPU that the process holds; they cannot be split by model."""
+    metric = GaugeMetricFamily(
+        "headroom_memory_process_bytes",
+        "Bytes of the device that the process holds for all models, with captured graphs",
+        labels=["device"],
+    )
+    held = {memory.device: memory.process_bytes for stats in snapshots for memory in stats.memory}
+    for device, size in held.items():
+        if size is not None:
+            metric.add_metric([device], size)
+    return metric
+
+
+def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Metric]:
     """Yield the metrics of one engine; `label` names its model if there are several."""
-    stats = engine.stats()
     names, values = list(label), list(label.values())
     gauges: dict[str, tuple[str, float]] = {
-        "requests_running": ("Requests that run", stats.requests_running),
+        "requests_running": ("Requests that are running", stats.requests_running),
         "requests_waiting": ("Requests in the queue", stats.requests_waiting),
         "cache_pages": ("Pages of the KV cache", stats.cache_pages_total),
         "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
@@ -61,13 +76,22 @@ def engine_metrics(engine: Engine, label: Mapping[str, str]) -> Iterable[Metric]
         counter = CounterMetricFamily(f"headroom_{name}", text, labels=names)
         counter.add_metric(values, value)
         yield counter
-    for word, text, size in (
-        ("planned", "Bytes of the device that the plan allocates", stats.memory.planned_bytes),
-        ("used", "Bytes of the device that the engine holds", stats.memory.used_bytes),
-    ):
-        held = GaugeMetricFamily(f"headroom_memory_{word}_bytes", text, labels=[*names, "device"])
-        held.add_metric([*values, stats.memory.device], size)
-        yield held
+    by_device = [*names, "device"]
+    planned = GaugeMetricFamily(
+        "headroom_memory_planned_bytes",
+        "Bytes of the device that the plan gives to the model",
+        labels=by_device,
+    )
+    used = GaugeMetricFamily(
+        "headroom_memory_used_bytes",
+        "Bytes of the device that the model's engine has allocated",
+        labels=by_device,
+    )
+    for memory in stats.memory:
+        planned.add_metric([*values, memory.device], memory.planned_bytes)
+        used.add_metric([*values, memory.device], memory.used_bytes)
+    yield planned
+    yield used
     finished = CounterMetricFamily(
         "headroom_requests_finished", "Requests ended, by reason", labels=[*names, "reason"]
     )
@@ -108,12 +132,43 @@ def expert_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> Iterab
     yield read
     times = CounterMetricFamily(
         "headroom_expert_seconds",
-        "Seconds of experts: hot, cold, wait, copies",
+        "Seconds spent on experts: hot, cold, wait, copies",
         labels=[*names, "what"],
     )
     for what, seconds in experts.seconds.items():
         times.add_metric([*values, what], seconds)
     yield times
+    yield from _residency_metrics(experts, label)
+
+
+def _residency_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> Iterable[Metric]:
+    """Yield why experts were in GPU memory, where the others were found, and who is how fast."""
+    names, values = list(label), list(label.values())
+    for name, text, by, counts in (
+        ("expert_hits", "Chosen experts that were hot, by cause", "cause", experts.causes),
+        ("expert_misses", "Cold experts of decode steps, by path", "path", experts.misses),
+    ):
+        counter = CounterMetricFamily(f"headroom_{name}", text, labels=[*names, by])
+        for key, count in counts.items():
+            counter.add_metric([*values, key], count)
+        yield counter
+    if (paces := experts.paces) is None:
+        return
+    share = GaugeMetricFamily(
+        "headroom_cold_cpu_share",
+        "Share of the cold experts of decode steps that the CPU is to compute",
+        labels=names,
+    )
+    share.add_metric(values, paces.cpu_share)
+    yield share
+    speed = GaugeMetricFamily(
+        "headroom_cold_pace",
+        "Speed with cold experts as a share of the calibrated one: cpu, cpu_prompts, link",
+        labels=[*names, "of"],
+    )
+    for of, pace in (("cpu", paces.cpu), ("cpu_prompts", paces.cpu_prompts), ("link", paces.link)):
+        speed.add_metric([*values, of], pace)
+    yield speed
 
 
 class Metrics:
@@ -130,7 +185,7 @@ class Metrics:
         )
         self._request_s = Histogram(
             "headroom_http_request_seconds",
-            "Seconds from a request to the end of its answer",
+            "Seconds from an HTTP request to the end of its response",
             ["endpoint"],
             buckets=SECONDS,
             registry=self.registry,
@@ -162,32 +217,3 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class MeasureRequests:
-    """Middleware that records the status and the duration of every HTTP request."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and record its answer."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status, began = 500, time.perf_counter()
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        finally:
-            # Paths without a route share one label, so that clients cannot fill the registry.
-            route = scope.get("route")
-            endpoint = getattr(route, "path", "unknown")
-            self._metrics.request_ended(endpoint, status, time.perf_counter() - began)

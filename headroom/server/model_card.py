@@ -1,29 +1,31 @@
-"""ModelCard: what the server tells of a model without loading it, and how it would run alone."""
+"""ModelCard: what the server knows about a model without loading it, its plan included."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 
-from headroom.errors import FormatError, HeadroomError, OptionError
+from headroom.errors import DeviceError, FormatError, HeadroomError, OptionError, PlanError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
+from headroom.formats.facts import model_facts
 from headroom.llm import LLM, model_name
 from headroom.options import Options
 from headroom.plan.describe import describe
+from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
-from headroom.split.choice import NOTHING_LOADED, make_run_plan
+from headroom.split.choice import NOT_NEEDED, NOTHING_FREED, make_run_plan
 
 HOST = "cpu"  # the name of host memory, also of that behind a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """A model that the server can answer with; some fields are empty if it cannot be read."""
+    """What is known about a model of the server; fields stay empty if its files cannot be read."""
 
     name: str
+    aliases: frozenset[str] = frozenset()  # further names, in lower case
     path: Path | None = None  # None: a model that was loaded by the caller
     size_bytes: int = 0  # of all its tensors in the files
     changed: float = 0.0  # seconds since 1970: when the file was last written
@@ -31,25 +33,25 @@ class ModelCard:
     format: str = ""  # "gguf" or "safetensors"
     family: str = ""  # GGUF's name of the architecture
     parameters: int = 0
-    quant: str = ""  # the type that most of the bytes have
-    trained_context: int = 0  # tokens that the model was made for; 0: not known
+    quant: str = ""  # the tensor type with the most bytes
+    trained_context: int = 0  # the model's longest context, in tokens; 0: not known
     chat_template: str | None = field(default=None, repr=False)
     metadata: Mapping[str, object] = field(default_factory=dict, repr=False)  # plain values only
     shape: ModelShape | None = field(default=None, repr=False)
-    plan: Plan | None = field(default=None, repr=False)  # with no other model loaded
-    error: HeadroomError | None = None  # why it can never be loaded here
+    plan: Plan | None = field(default=None, repr=False)  # as if no other model were loaded
+    error: HeadroomError | None = None  # why the model can never be loaded on this machine
+    unfit: HeadroomError | None = None  # why it did not fit when it was planned last
 
     @property
     def context(self) -> int | None:
-        """The tokens that one conversation may hold; None if the model does not fit."""
+        """The context of one sequence, in tokens; None if the model has no plan."""
         return None if self.plan is None else self.plan.settings.context
 
     def fixed(self, options: Options) -> Options:
-        """Return the options under which the model runs beside others as it does alone.
+        """Return the options with what the plan without other models has chosen.
 
-        Device, context, number of conversations, chunk and KV cache are those of the plan without
-        other models, so that a client finds the same limits whatever else is loaded. Only the
-        number of hot experts may be smaller.
+        These are the device, the context, the parallel sequences, the chunk and the KV cache. So a
+        client finds the same limits whatever else is loaded; only fewer experts may be hot.
         """
         assert self.plan is not None
         settings = self.plan.settings
@@ -64,15 +66,14 @@ class ModelCard:
 
 
 def read_card(name: str, path: Path, options: Options, *, planned: bool = True) -> ModelCard:
-    """Read a model's headers and plan it; its own errors go into the card, not to the caller."""
+    """Read a model's headers and plan it; errors of the model are kept in the card, not raised."""
     card = ModelCard(name=name, path=path)
     try:
         checkpoint = open_checkpoint(path)
         card = _describe(name, path, checkpoint)
         card = replace(card, shape=describe(checkpoint).shape)
         if planned:
-            assert card.shape is not None
-            card = replace(card, plan=make_run_plan(card.shape, options, NOTHING_LOADED))
+            card = planned_card(card, options)
     except OptionError:
         raise  # a wrong option is wrong for every model
     except HeadroomError as error:
@@ -82,19 +83,37 @@ def read_card(name: str, path: Path, options: Options, *, planned: bool = True) 
     return card
 
 
+def planned_card(
+    card: ModelCard, options: Options, freed: Mapping[str, int] = NOTHING_FREED
+) -> ModelCard:
+    """Return the card with the plan of its model without others, or with why it does not fit.
+
+    `freed` is the memory in bytes, by device, that loaded models hold and would give back.
+    """
+    assert card.shape is not None
+    try:
+        return replace(card, plan=make_run_plan(card.shape, options, freed=freed), unfit=None)
+    except (PlanError, DeviceError) as error:
+        return replace(card, unfit=error)
+
+
 def loaded_card(llm: LLM) -> ModelCard:
     """Return the card of a model that the caller has loaded."""
     return ModelCard(name=llm.name)
 
 
 def planned_bytes(plan: Plan) -> dict[str, int]:
-    """Return the bytes that the engine of a plan allocates, by device."""
+    """Return the bytes that the model of a plan takes beside other models, by device."""
     sizes: Counter[str] = Counter()
     for device in plan.devices:
-        sizes[device.name] += sum(device.allocated.values())
-    lines = plan.host.lines
-    sizes[HOST] += sum(line.bytes for line in lines if line.name not in ("runtime", "reserve"))
+        sizes[device.name] += _taken(device.lines)
+    sizes[HOST] += _taken(plan.host.lines)
     return {name: size for name, size in sizes.items() if size}
+
+
+def _taken(lines: Iterable[Line]) -> int:
+    """Return the bytes of lines that only this model takes: the process has the others once."""
+    return sum(line.bytes for line in lines if line.name not in NOT_NEEDED)
 
 
 def available_bytes(plan: Plan) -> dict[str, int]:
@@ -105,9 +124,17 @@ def available_bytes(plan: Plan) -> dict[str, int]:
     }
 
 
-def names_of(paths: Sequence[Path], given: Sequence[str]) -> list[str]:
-    """Return the name of each model; two of one name are refused."""
-    names = [model_name(text, path) for text, path in zip(given, paths, strict=True)]
+def names_of(
+    paths: Sequence[Path], given: Sequence[str], aliases: Mapping[Path, str] | None = None
+) -> list[str]:
+    """Return the name of each model: its alias, if it was given by one, or that of its file.
+
+    Raise OptionError if two models have one name.
+    """
+    chosen = aliases or {}
+    names = [
+        chosen.get(path) or model_name(text, path) for text, path in zip(given, paths, strict=True)
+    ]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise OptionError(
@@ -120,28 +147,25 @@ def names_of(paths: Sequence[Path], given: Sequence[str]) -> list[str]:
 
 
 def _describe(name: str, path: Path, checkpoint: Checkpoint) -> ModelCard:
-    tensors = checkpoint.tensors.values()
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[str(tensor.quant)] += tensor.nbytes
+    facts = model_facts(checkpoint)
     return ModelCard(
         name=name,
         path=path,
-        size_bytes=sum(sizes.values()),
-        changed=checkpoint.path.stat().st_mtime,
-        digest=checkpoint.identity,
-        format=checkpoint.format,
-        family=checkpoint.architecture,
-        parameters=sum(prod(tensor.shape) for tensor in tensors),
-        quant=sizes.most_common(1)[0][0] if sizes else "",
-        trained_context=checkpoint.metadata.get_int("context_length", 0),
+        size_bytes=facts.tensor_bytes,
+        changed=facts.changed,
+        digest=facts.identity,
+        format=facts.format,
+        family=facts.architecture,
+        parameters=facts.parameters,
+        quant=facts.quant,
+        trained_context=facts.trained_context,
         chat_template=checkpoint.chat_template,
         metadata=_plain_metadata(checkpoint),
     )
 
 
 def _plain_metadata(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return texts and numbers of the metadata with GGUF's keys, without those of the tokenizer."""
+    """Return the metadata that is text or numbers, by GGUF key, without the tokenizer's."""
     found: dict[str, object] = {"general.architecture": checkpoint.architecture}
     for key in checkpoint.metadata.values:
         if not key.startswith("tokenizer."):

@@ -1,7 +1,5 @@
 """Ollama's API: POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
 
-import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -10,11 +8,14 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from pydantic_core import from_json
+from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion, join_deltas
-from headroom.engine.request import GenerationRequest, TokenLogprobs
+from headroom.engine.request import GenerationRequest
 from headroom.llm import LLM
+from headroom.server.holding import WaitingStream
+from headroom.server.json_values import JSONResponse, write_json
 from headroom.server.ollama_bodies import (
     AnswerBody,
     EmbedBody,
@@ -22,9 +23,9 @@ from headroom.server.ollama_bodies import (
     GenerateBody,
     OllamaChatBody,
 )
-from headroom.server.openai_shared import logprob_number, token_text
+from headroom.server.openai_shared import scored_token
 from headroom.server.refusals import problem_of
-from headroom.server.schemas import invalid, read_body
+from headroom.server.schemas import read_body
 from headroom.server.service import (
     Answers,
     NewParser,
@@ -33,7 +34,7 @@ from headroom.server.service import (
     make_requests,
     no_parser,
 )
-from headroom.server.shelf import Place
+from headroom.server.shelf import ShelvedModel
 from headroom.server.sse import EventStream, while_connected
 from headroom.text.answer_parser import CallDelta, ToolCall, join_calls
 from headroom.text.tokenizer import Tokenizer
@@ -52,7 +53,12 @@ class LineStream(EventStream):
 
 def as_line(value: Mapping[str, Any]) -> bytes:
     """Return one line of a stream."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    return write_json(value).encode() + b"\n"
+
+
+def quiet_line(model: str, parts: Mapping[str, Any]) -> bytes:
+    """Return a line with empty `parts`, which keeps the connection of a waiting client alive."""
+    return as_line({"model": model, "created_at": now(), **parts, "done": False})
 
 
 def now() -> str:
@@ -61,13 +67,13 @@ def now() -> str:
 
 
 class PartWriter(Protocol):
-    """How one endpoint writes the parts of its answers."""
+    """How one endpoint writes its answers as JSON."""
 
     def part(self, text: str, thought: str, calls: Sequence[ToolCall]) -> Line:
-        """Return the fields that hold a piece of an answer, or a whole one."""
+        """Return the fields with a piece of an answer, or with a whole answer."""
 
     def last(self, text: str) -> Line:
-        """Return the fields that only the last line has; `text` is the whole answer."""
+        """Return further fields of the last line; `text` is the whole answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class OllamaChatWriter:
         return {"message": message}
 
     def last(self, text: str) -> Line:
-        """Return nothing: a chat's last line has no more fields."""
+        """Return no fields: the last line of a chat has no others."""
         return {}
 
 
@@ -101,7 +107,7 @@ class GenerateWriter:
         return {"response": text, **({"thinking": thought} if thought else {})}
 
     def last(self, text: str) -> Line:
-        """Return the tokens of prompt and answer, which the next call may send back."""
+        """Return the tokens of prompt and answer, which the next request may send back."""
         if not self.with_context:
             return {}
         answer = self.tokenizer.encode(text, special=False, add_bos=False)
@@ -109,49 +115,65 @@ class GenerateWriter:
 
 
 def _shown_call(index: int, call: ToolCall) -> Line:
-    function = {"index": index, "name": call.name, "arguments": json.loads(call.arguments)}
+    function = {"index": index, "name": call.name, "arguments": from_json(call.arguments)}
     return {"id": call.id, "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class _EndedCalls:
+    """Calls that the model has finished, and the text of those that broke off."""
+
+    whole: list[ToolCall]
+    broken: str
+
+    @classmethod
+    def of(cls, calls: Sequence[ToolCall]) -> "_EndedCalls":
+        """Sort calls by whether their arguments are a JSON object."""
+        whole = [call for call in calls if _is_object(call.arguments)]
+        broken = [call for call in calls if not _is_object(call.arguments)]
+        return cls(whole, "".join(f"{call.name}({call.arguments}" for call in broken))
 
 
 @dataclass(slots=True)
 class _OpenCalls:
-    """Tool calls that come in pieces; Ollama's clients get each of them whole."""
+    """Collects the pieces of calls, because Ollama's clients get each call whole."""
 
     deltas: list[CallDelta] = field(default_factory=list)
-    written: int = 0  # calls that were given out
+    returned: int = 0  # calls that `add` has returned
 
-    def add(self, delta: AnswerDelta) -> tuple[list[ToolCall], str]:
-        """Return the calls that ended with this delta, and calls that broke off, as text."""
+    def add(self, delta: AnswerDelta) -> _EndedCalls:
+        """Return the calls that end with this delta.
+
+        A call ends when text or another call follows it, or with the answer.
+        """
         self.deltas += delta.calls
         known = join_calls(self.deltas)
-        # A call is whole when text or another call follows, or when the answer ends.
-        ended = delta.finish_reason is not None or bool(delta.text and not delta.calls)
-        ready = known[self.written : len(known) if ended else max(self.written, len(known) - 1)]
-        self.written += len(ready)
-        whole = [call for call in ready if _is_object(call.arguments)]
-        broken = [call for call in ready if not _is_object(call.arguments)]
-        return whole, "".join(f"{call.name}({call.arguments}" for call in broken)
+        all_end = delta.finish_reason is not None or bool(delta.text and not delta.calls)
+        end = len(known) if all_end else max(self.returned, len(known) - 1)
+        ended = known[self.returned : end]
+        self.returned = end
+        return _EndedCalls.of(ended)
 
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(from_json(text), dict)
     except ValueError:
         return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP call: what was asked, the answer that the engine gives, and how it is written."""
+    """One HTTP request: its body, its answer, and how the answer is written."""
 
     body: AnswerBody
     answers: Answers
     writer: PartWriter
     began: float  # time.perf_counter()
-    load_s: float  # seconds until the model was there
+    load_s: float  # seconds until the model was loaded
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the lines of the answer; an error after the stream began becomes the last line."""
+        """Yield the lines of the answer; an error becomes the last line."""
         try:
             lines = self._lines()
             async with aclosing(lines):
@@ -164,25 +186,19 @@ class Call:
         """Return the answer as one object."""
         async with aclosing(self.answers.deltas()) as deltas:
             answer = join_deltas([delta async for delta in deltas])
-        whole = [call for call in answer.tool_calls if _is_object(call.arguments)]
-        broken = [call for call in answer.tool_calls if not _is_object(call.arguments)]
-        text = answer.text + "".join(f"{call.name}({call.arguments}" for call in broken)
-        parts = self.writer.part(text, answer.thought, whole)
+        calls = _EndedCalls.of(answer.tool_calls)
+        parts = self.writer.part(answer.text + calls.broken, answer.thought, calls.whole)
         parts |= self._logprobs(answer.shown_tokens)
         return self._object(parts, answer, answer.text)
-
-    def quiet_line(self) -> bytes:
-        """Return a line that adds nothing, for clients that wait long for the next token."""
-        return as_line(self._frame() | self.writer.part("", "", ()) | {"done": False})
 
     async def _lines(self) -> AsyncGenerator[Line, None]:
         calls, text = _OpenCalls(), ""
         async with aclosing(self.answers.deltas()) as deltas:
             async for delta in deltas:
-                whole, broken = calls.add(delta)
-                said = delta.text + broken
-                if said or delta.thought or whole:
-                    parts = self.writer.part(said, delta.thought, whole)
+                ended = calls.add(delta)
+                said = delta.text + ended.broken
+                if said or delta.thought or ended.whole:
+                    parts = self.writer.part(said, delta.thought, ended.whole)
                     parts |= self._logprobs(delta.shown_tokens)
                     yield self._frame() | parts | {"done": False}
                 text += delta.text
@@ -215,17 +231,11 @@ class Call:
 
 
 def _scored(tokenizer: Tokenizer, token: AnswerToken) -> Line:
-    known = token.logprobs or TokenLogprobs(0.0, ())
-    entries = [(token.id, known.logprob), *known.top]
-    shown = [
-        {
-            "token": token_text(tokenizer, entry),
-            "logprob": logprob_number(logprob),
-            "bytes": list(tokenizer.token_bytes(entry)),
-        }
-        for entry, logprob in entries
-    ]
-    return {**shown[0], **({"top_logprobs": shown[1:]} if known.top else {})}
+    """Return a token with its logprob; Ollama leaves out an empty list of likeliest tokens."""
+    shown = scored_token(tokenizer, token)
+    if not shown["top_logprobs"]:
+        del shown["top_logprobs"]
+    return shown
 
 
 def _ns(seconds: float) -> int:
@@ -238,11 +248,12 @@ async def chat(request: Request) -> Response:
     began = time.perf_counter()
     service: Service = request.app.state.service
     body = await read_body(request, OllamaChatBody, service.options.max_body)
-    place = service.place(body.model)
+    shelved = service.find_shelved(body.model)
+    nothing = {"message": {"role": "assistant", "content": ""}}
     if not body.messages:
-        return await _load_only(service, place, body, {"message": _nothing_said()})
+        return await _load_only(service, shelved, body, nothing)
     conversation = body.conversation()
-    llm = await _model(service, place, body)
+    llm = await _answering_model(service, shelved, body, nothing)
     load_s = time.perf_counter() - began
     answers = await service.start_chat(llm, conversation, body.sampling())
     writer = OllamaChatWriter()
@@ -256,12 +267,12 @@ async def generate(request: Request) -> Response:
     began = time.perf_counter()
     service: Service = request.app.state.service
     body = await read_body(request, GenerateBody, service.options.max_body)
-    place = service.place(body.model)
+    shelved = service.find_shelved(body.model)
     if not body.prompt and not body.suffix:
-        return await _load_only(service, place, body, {"response": ""})
-    llm = await _model(service, place, body)
+        return await _load_only(service, shelved, body, {"response": ""})
+    llm = await _answering_model(service, shelved, body, {"response": ""})
     load_s = time.perf_counter() - began
-    asked, new_parser = await asyncio.to_thread(_prepare, llm, body)
+    asked, new_parser = await service.in_thread(_prepare, llm, body)
     answers = service.start(llm, [asked], new_parser)
     with_context = not body.raw and not body.suffix
     writer = GenerateWriter(llm.tokenizer, asked.prompt, with_context)
@@ -275,10 +286,10 @@ async def embed(request: Request) -> dict[str, Any]:
     began = time.perf_counter()
     service: Service = request.app.state.service
     body = await read_body(request, EmbedBody, service.options.max_body)
-    place = service.place(body.model)
-    llm = await _kept_model(service, place, body.keep_alive)
+    shelved = service.find_shelved(body.model)
+    llm = await _kept_model(service, shelved, body.keep_alive)
     load_s = time.perf_counter() - began
-    texts = await asyncio.to_thread(_cut, llm, body)
+    texts = await service.in_thread(_cut, llm, body)
     vectors: list[list[float]] = []
     tokens = 0
     if texts:
@@ -296,10 +307,10 @@ async def embed(request: Request) -> dict[str, Any]:
 
 @router.post("/api/embeddings", response_model=None)
 async def embeddings(request: Request) -> dict[str, Any]:
-    """Answer with the vector of one text, as Ollama's older clients ask for it."""
+    """Answer with the vector of one text; the older form of /api/embed."""
     service: Service = request.app.state.service
     body = await read_body(request, EmbeddingsBody, service.options.max_body)
-    llm = await _kept_model(service, service.place(body.model), body.keep_alive)
+    llm = await _kept_model(service, service.find_shelved(body.model), body.keep_alive)
     if not body.prompt:
         return {"embedding": []}
     work = service.embed(llm, [body.prompt], input_field="prompt")
@@ -311,43 +322,46 @@ async def _respond(request: Request, service: Service, call: Call) -> Response:
     call.body.warn_of_context(call.answers.llm.context)
     if call.body.streams:
         keep_alive_s = service.options.keep_alive
-        return LineStream(call.stream(), keep_alive_s, call.answers.close, call.quiet_line())
+        quiet = quiet_line(call.body.model, call.writer.part("", "", ()))
+        return LineStream(call.stream(), keep_alive_s, call.answers.close, lambda: quiet)
     try:
         return JSONResponse(await while_connected(request, call.whole()))
     finally:
         call.answers.close()
 
 
-async def _model(service: Service, place: Place, body: AnswerBody) -> LLM:
-    """Return the loaded model, or refuse what it cannot do."""
-    llm = await _kept_model(service, place, body.keep_alive)
-    if body.think and llm.reasoning is None:
-        raise invalid("think", f"{body.model!r} does not support thinking.")
-    return llm
+async def _answering_model(
+    service: Service, shelved: ShelvedModel, body: AnswerBody, parts: Line
+) -> LLM:
+    """Return the loaded model; a stream gets lines with these empty parts until it is loaded."""
+    quiet = quiet_line(body.model, parts)
+    waiting = WaitingStream(
+        LineStream.media_type, lambda: quiet, before_error=b"", after_error=b"\n"
+    )
+    await service.model(shelved.name, streams=body.streams, waiting=waiting)
+    return await _kept_model(service, shelved, body.keep_alive)
 
 
-async def _kept_model(service: Service, place: Place, keep_alive: float | None) -> LLM:
-    """Return the loaded model, and let it stay loaded as long as the request says."""
-    llm = await service.model(place.name)
+async def _kept_model(service: Service, shelved: ShelvedModel, keep_alive: float | None) -> LLM:
+    """Return the model, loaded, and set how long it stays loaded if the request says so."""
+    llm = await service.model(shelved.name)
     if keep_alive is not None:
-        service.shelf.keep(place, keep_alive)
+        service.shelf.keep(shelved, keep_alive)
     return llm
 
 
-async def _load_only(service: Service, place: Place, body: AnswerBody, parts: Line) -> Response:
-    """Load a model, or unload it if the body says that it shall stay for no time."""
+async def _load_only(
+    service: Service, shelved: ShelvedModel, body: AnswerBody, parts: Line
+) -> Response:
+    """Load a model, or unload it if `keep_alive` is 0."""
     reason = "load"
     if body.keep_alive == 0:
         reason = "unload"
-        await service.shelf.unload(place)
+        await service.shelf.unload(shelved)
     else:
-        await _kept_model(service, place, body.keep_alive)
+        await _kept_model(service, shelved, body.keep_alive)
     frame = {"model": body.model, "created_at": now()}
     return JSONResponse({**frame, **parts, "done": True, "done_reason": reason})
-
-
-def _nothing_said() -> Line:
-    return {"role": "assistant", "content": ""}
 
 
 def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser]:
@@ -358,7 +372,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
         prompt = llm.prepare_chat(body.conversation())
         tokens = prompt.tokens
         if body.context and tokens[:1] == (tokenizer.bos_id,):
-            tokens = tokens[1:]  # the context has begun already
+            tokens = tokens[1:]  # the context begins with this token already
         (asked,) = make_requests(
             llm,
             [(*body.context, *tokens)],
@@ -373,8 +387,8 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
         plain = fill_in.prompt(tokenizer, text, body.suffix)
     else:
         system = f"{body.system}\n" if body.system and not body.raw else ""
-        begins = False if body.context else None  # whether a BOS token is added: as usual
-        plain = [*body.context, *tokenizer.encode(system + text, add_bos=begins)]
+        add_bos = False if body.context else None  # None: as the tokenizer usually does
+        plain = [*body.context, *tokenizer.encode(system + text, add_bos=add_bos)]
     (asked,) = make_requests(
         llm,
         [plain],
@@ -388,7 +402,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
 
 
 def _cut(llm: LLM, body: EmbedBody) -> list[str | list[int]]:
-    """Return the texts, those longer than the context cut unless the body forbids it."""
+    """Return the texts; texts beyond the context are cut, unless `truncate` is false."""
     if body.truncate is False:
         return list(body.input)
     cut: list[str | list[int]] = []

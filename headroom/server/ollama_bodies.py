@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API: options, durations, messages, and what they mean here."""
+"""The bodies of Ollama's API, and the conversations and settings that they stand for."""
 
 import json
 import logging
@@ -9,19 +9,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
-from headroom.engine.request import MAX_LOGPROBS
+from headroom.engine.request import MAX_COUNT, MAX_LOGPROBS
+from headroom.server.invalid_bodies import short, wrong_type, wrong_value
+from headroom.server.offered_tools import OfferedTools
 from headroom.server.openai_tools import ToolBody, ToolName
 from headroom.server.schemas import (
-    MAX_COUNT,
     Body,
     Number,
     check_stops,
     invalid,
     refuse_unhonoured,
-    short,
     token_ids,
     unsupported,
-    wrong_type,
 )
 from headroom.server.service import UNTIL_END
 from headroom.server.shelf import NEVER
@@ -29,19 +28,19 @@ from headroom.text.conversation import Conversation, OutputFormat, Thinking, Too
 
 log = logging.getLogger("headroom.server")
 
-ROLES = ("system", "user", "assistant", "tool")
-LEVELS = ("low", "medium", "high", "max")
-# Options that would change the answer, with the values that ask for nothing besides empty ones.
-NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
+OLLAMA_ROLES = ("system", "user", "assistant", "tool")
+THINKING_LEVELS = ("low", "medium", "high", "max")
+# Options that are not supported and would change the answer, with values that change nothing.
+OPTIONS_NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
     "mirostat": (), "typical_p": (1,), "tfs_z": (1,),
 }  # fmt: skip
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"([+-]?)((?:\d+(?:\.\d*)?(?:ns|us|µs|ms|s|m|h))+)")
-_STEP = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+_STEP = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")  # as Go writes durations
+_DURATION = re.compile(rf"([+-]?)((?:{_STEP.pattern})+)")
 
 
 def _whole(value: object) -> object:
-    """Return 64.0 as 64: clients that keep options as floats send such numbers."""
+    """Return a float such as 64.0 as an int: some clients keep all options as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -49,9 +48,9 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_COUNT, le=MAX_COUN
 
 
 def seconds(value: object) -> float:
-    """Return the seconds of `keep_alive`: a number of them, or a text such as "1h30m".
+    """Return `keep_alive` in seconds: given as a number of seconds, or as text such as "1h30m".
 
-    A negative duration means for ever.
+    A negative value means for ever.
     """
     expected = 'a number of seconds or a text such as "5m"'
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -73,7 +72,7 @@ def seconds(value: object) -> float:
 
 
 class OptionsBody(Body):
-    """How tokens are drawn and when an answer ends; options of Ollama's loader are ignored."""
+    """Sampling settings and limits of an answer; options of Ollama's loader are ignored."""
 
     temperature: Number | None = None
     top_k: Whole | None = None
@@ -92,11 +91,11 @@ class OptionsBody(Body):
     @classmethod
     def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
         if isinstance(body, dict):
-            refuse_unhonoured(body, NOT_HONOURED, "options.")
+            refuse_unhonoured(body, OPTIONS_NOT_HONOURED, "options.")
         return body
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling settings that the options give, by our names."""
+        """Return the sampling settings that the options give, with headroom's names."""
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_k": None if self.top_k is None else max(0, self.top_k),
@@ -105,15 +104,15 @@ class OptionsBody(Body):
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            # Ollama draws a seed for a negative one.
+            # A negative seed asks for a random one.
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "stop": self.stop or None,
         }
         if self.num_predict is not None:
             given["max_tokens"] = self.num_predict if self.num_predict > 0 else UNTIL_END
         if self.repeat_last_n is not None and self.repeat_last_n != 0:
-            given["penalty_window"] = max(0, self.repeat_last_n)  # -1, like our 0: all tokens
-        elif self.repeat_last_n == 0:  # no token is looked at
+            given["penalty_window"] = max(0, self.repeat_last_n)  # Ollama's -1 is our 0: all tokens
+        elif self.repeat_last_n == 0:  # in Ollama, no tokens: no penalties
             given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -121,14 +120,14 @@ class OptionsBody(Body):
 def _check_think(value: object) -> bool | str | None:
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str) and value in LEVELS:
+    if isinstance(value, str) and value in THINKING_LEVELS:
         return value
-    raise ValueError(f"input should be true, false or one of {', '.join(LEVELS)}")
+    raise wrong_value(f"true, false or one of {', '.join(THINKING_LEVELS)}")
 
 
 def _check_images(value: object) -> None:
     if value not in (None, []):
-        raise ValueError("pictures cannot be read: no model of this server sees")
+        raise ValueError("pictures are not supported, only text")
 
 
 def _check_format(value: object) -> OutputFormat | None:
@@ -137,13 +136,13 @@ def _check_format(value: object) -> OutputFormat | None:
     if value == "json":
         return OutputFormat(kind="json_object")
     if not isinstance(value, dict):
-        raise ValueError('input should be "json" or a JSON schema')
+        raise wrong_value('"json" or a JSON schema')
     return OutputFormat(kind="json_schema", value=value)
 
 
 def _check_model(value: str) -> str:
     if not value.strip():
-        raise ValueError("a model must be named")
+        raise ValueError("the name of a model is empty")
     return value
 
 
@@ -153,7 +152,7 @@ NoImages = Annotated[None, PlainValidator(_check_images)]
 
 
 class ModelBody(Body):
-    """A body that only names a model; `name` is the older word."""
+    """A body that names a model; `name` is the older name of the field."""
 
     model: ModelName
 
@@ -178,29 +177,29 @@ class AnswerBody(ModelBody):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer comes line by line."""
+        """Whether the answer is sent line by line."""
         return self.stream is not False
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling settings that the body gives, by our names."""
+        """Return the sampling settings that the body gives, with headroom's names."""
         settings = (self.options or OptionsBody()).sampling()
         if self.logprobs:
             settings["logprobs"] = self.top_logprobs or 0
         return settings
 
     def thinking(self) -> Thinking:
-        """Return whether the model shall think, and how much."""
+        """Return whether the model thinks, and how much."""
         if isinstance(self.think, str):
             return Thinking(enabled=True, effort=self.think)
         return Thinking(enabled=self.think)
 
     def warn_of_context(self, context: int) -> None:
-        """Log that a larger context was asked for than the model was loaded with."""
+        """Log a warning if `num_ctx` is larger than the model's context."""
         wanted = (self.options or OptionsBody()).num_ctx
         if wanted is not None and wanted > context:
             log.warning(
-                "ollama: num_ctx is %d, and the context holds %d tokens; start the server with a "
-                "larger --context",
+                "ollama: num_ctx is %d, but the model was loaded with a context of %d tokens; "
+                "start the server with a larger --context",
                 wanted,
                 context,
             )
@@ -230,13 +229,13 @@ class OllamaMessageBody(Body):
     tool_calls: Annotated[list[CallBody], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    name: str | None = None  # an older word for `tool_name`
+    name: str | None = None  # older name of `tool_name`
 
     @model_validator(mode="after")
     def _has_a_role(self) -> "OllamaMessageBody":
-        if self.role not in ROLES:
+        if self.role not in OLLAMA_ROLES:
             raise ValueError(
-                f"there is no role {short(self.role)!r}; a role is one of {', '.join(ROLES)}"
+                f"there is no role {short(self.role)!r}; a role is one of {', '.join(OLLAMA_ROLES)}"
             )
         return self
 
@@ -248,7 +247,7 @@ class OllamaChatBody(AnswerBody):
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
 
     def conversation(self) -> Conversation:
-        """Return what the body asks for, in the words that all chat APIs share."""
+        """Return the body as a `Conversation`."""
         return Conversation(
             messages=read_messages(self.messages or []),
             tools=self._offered(),
@@ -257,24 +256,20 @@ class OllamaChatBody(AnswerBody):
         )
 
     def _offered(self) -> tuple[Tool, ...]:
-        tools = tuple(tool.function.tool() for tool in self.tools or ())
-        names = [tool.name for tool in tools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                raise invalid(
-                    f"tools[{index}].function.name", f"Two tools have the name {short(name)!r}."
-                )
-        return tools
+        offered = OfferedTools()
+        for index, body in enumerate(self.tools or ()):
+            offered.add(body.offered(f"tools[{index}]"))
+        return tuple(one.tool for one in offered.all)
 
 
 def read_messages(messages: Sequence[OllamaMessageBody]) -> list[dict[str, Any]]:
-    """Return messages with OpenAI's names of fields.
+    """Return messages with the field names of OpenAI's API.
 
-    A tool's result names its call by id; where only the tool is named, or nothing at all, it is
-    the result of the first open call that it can be.
+    A tool's result names its call by id. If it names only the tool, or nothing, it belongs to the
+    first call of that tool, or of any, that has no result yet.
     """
     turns: list[dict[str, Any]] = []
-    open_calls: list[dict[str, Any]] = []
+    open_calls: list[dict[str, Any]] = []  # calls that have no result yet
     for number, message in enumerate(messages):
         turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.thinking:
@@ -298,7 +293,7 @@ def _call(call: CallBody, other_id: str) -> dict[str, Any]:
 
 
 def _answered(message: OllamaMessageBody, open_calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the call and the name that a tool's result belongs to; the call is open no more."""
+    """Return the id and the name of the call that a result belongs to; remove it from the list."""
     name = message.tool_name or message.name
     for call in open_calls:
         known = call["function"]["name"]
@@ -343,10 +338,10 @@ class GenerateBody(AnswerBody):
     @model_validator(mode="after")
     def _can_be_honoured(self) -> "GenerateBody":
         if self.raw and self.context:
-            raise invalid("context", "A `raw` prompt is used as it is, without a `context`.")
+            raise invalid("context", "`context` cannot be combined with `raw`; leave one out.")
         if self.suffix and (self.context or self.system):
             other = "context" if self.context else "system"
-            raise invalid(other, f"A prompt with a `suffix` has no `{other}`.")
+            raise invalid(other, f"`{other}` cannot be combined with `suffix`; leave one out.")
         return self
 
     def conversation(self) -> Conversation:
@@ -360,6 +355,8 @@ class GenerateBody(AnswerBody):
 
 
 def _check_texts(value: object) -> list[str]:
+    if value == "":
+        return []  # Ollama answers an empty text without vectors
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise wrong_type("a text or a list of texts")

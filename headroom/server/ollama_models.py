@@ -1,6 +1,6 @@
 """Ollama's API about models: GET /api/tags, /api/ps and /api/version, POST /api/show and /api/pull.
 
-Nothing is downloaded, copied or deleted: the models are those that the server was started with.
+The models are those that the server was started with: none is downloaded, copied or deleted.
 """
 
 import hashlib
@@ -9,19 +9,20 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
-from headroom.server.model_card import ModelCard
+from headroom.server.json_values import JSONResponse
+from headroom.server.model_card import HOST, ModelCard
 from headroom.server.ollama import LineStream, as_line
 from headroom.server.ollama_bodies import ModelBody
 from headroom.server.schemas import read_body
 from headroom.server.service import Service
-from headroom.server.shelf import LATEST, NEVER, Place
+from headroom.server.shelf import LATEST, NEVER, ShelvedModel
 
 router = APIRouter()
 
 API_VERSION = "0.13.5"  # of Ollama: clients ask whether the server is new enough for a feature
-STAYS = timedelta(days=365 * 100)  # how far ahead a model expires that stays loaded
+STAYS = timedelta(days=365 * 100)  # until a model that stays loaded is said to expire
 
 
 class PullBody(ModelBody):
@@ -30,53 +31,53 @@ class PullBody(ModelBody):
     stream: bool | None = None  # left out: true
 
 
-@router.get("/api/version")
+@router.api_route("/api/version", methods=["GET", "HEAD"])
 async def version() -> dict[str, str]:
     """Answer with the version of Ollama whose API this is."""
     return {"version": API_VERSION}
 
 
-@router.get("/api/tags")
+@router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> dict[str, Any]:
     """List all models, loaded or not."""
     service: Service = request.app.state.service
     started = request.app.state.created
-    return {"models": [_listed(place, started) for place in service.shelf.places]}
+    return {"models": [_listed(shelved, started) for shelved in service.shelf.models]}
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
     """List the models that are loaded."""
     service: Service = request.app.state.service
-    loaded = [place for place in service.shelf.places if place.llm is not None]
-    return {"models": [_running(place) for place in loaded]}
+    loaded = [shelved for shelved in service.shelf.models if shelved.llm is not None]
+    return {"models": [_running(shelved) for shelved in loaded]}
 
 
 @router.post("/api/show", response_model=None)
 async def show(request: Request) -> dict[str, Any]:
-    """Describe a model; it is not loaded for that."""
+    """Describe a model, without loading it."""
     service: Service = request.app.state.service
     body = await read_body(request, ModelBody, service.options.max_body)
-    place = service.place(body.model)
-    card = place.card
-    parameters = "" if place.context is None else f"num_ctx {place.context}"
+    shelved = service.find_shelved(body.model)
+    card = shelved.card
+    parameters = "" if shelved.context is None else f"num_ctx {shelved.context}"
     return {
-        "modelfile": f"FROM {tag(place.name)}\n",
+        "modelfile": f"FROM {tag(shelved.name)}\n",
         "parameters": parameters,
         "template": card.chat_template or "",
         "details": _details(card),
         "model_info": {"general.parameter_count": card.parameters, **card.metadata},
-        "capabilities": _capabilities(place),
+        "capabilities": _capabilities(shelved),
         "modified_at": _time(card.changed or request.app.state.created),
     }
 
 
 @router.post("/api/pull", response_model=None)
 async def pull(request: Request) -> Response:
-    """Say that a model is there; a model that is not there is refused, not downloaded."""
+    """Report success for a model of the server; refuse any other, because none is downloaded."""
     service: Service = request.app.state.service
     body = await read_body(request, PullBody, service.options.max_body)
-    service.place(body.model)
+    service.find_shelved(body.model)
     if body.stream is False:
         return JSONResponse({"status": "success"})
 
@@ -92,11 +93,11 @@ def tag(name: str) -> str:
     return name if ":" in name else name + LATEST
 
 
-def _listed(place: Place, started: float) -> dict[str, Any]:
-    card = place.card
+def _listed(shelved: ShelvedModel, started: float) -> dict[str, Any]:
+    card = shelved.card
     return {
-        "name": tag(place.name),
-        "model": tag(place.name),
+        "name": tag(shelved.name),
+        "model": tag(shelved.name),
         "modified_at": _time(card.changed or started),
         "size": card.size_bytes,
         "digest": _digest(card),
@@ -104,20 +105,24 @@ def _listed(place: Place, started: float) -> dict[str, Any]:
     }
 
 
-def _running(place: Place) -> dict[str, Any]:
-    taken = place.taken or {}
-    on_gpus = sum(size for device, size in taken.items() if device != "cpu")
-    left_s = place.idle_left_s
+def _running(shelved: ShelvedModel) -> dict[str, Any]:
+    assert shelved.llm is not None
+    used = shelved.llm.engine.stats().memory
+    on_gpus = sum(memory.used_bytes for memory in used if memory.device != HOST)
+    left_s = shelved.idle_left_s
     expires = datetime.now(UTC) + (STAYS if left_s == NEVER else timedelta(seconds=left_s))
     return {
-        "name": tag(place.name),
-        "model": tag(place.name),
-        "size": sum(taken.values()),
-        "digest": _digest(place.card),
-        "details": _details(place.card),
+        "name": tag(shelved.name),
+        "model": tag(shelved.name),
+        "size": sum(memory.used_bytes for memory in used),
+        "digest": _digest(shelved.card),
+        "details": _details(shelved.card),
         "expires_at": expires.isoformat().replace("+00:00", "Z"),
         "size_vram": on_gpus,
-        "context_length": place.context,
+        "context_length": shelved.context,
+        # Not in Ollama's API; `headroom ps` shows them.
+        "memory": {memory.device: memory.used_bytes for memory in used},
+        "idle_s": shelved.idle_for_s,
     }
 
 
@@ -140,17 +145,17 @@ def _counted(parameters: int) -> str:
     return str(parameters)
 
 
-def _capabilities(place: Place) -> list[str]:
+def _capabilities(shelved: ShelvedModel) -> list[str]:
     found = ["completion", "embedding"]
-    template = place.card.chat_template
-    if template is None and place.llm is not None:
-        known = place.llm.template
+    template = shelved.card.chat_template
+    if template is None and shelved.llm is not None:
+        known = shelved.llm.template
         template = None if known is None else known.source
-    if template and "tools" in template:
+    if template:  # a template without tools gets them explained in the system message
         found.append("tools")
-    if place.thinks:
+    if shelved.thinks:
         found.append("thinking")
-    if place.llm is not None and place.llm.fill_in is not None:
+    if shelved.llm is not None and shelved.llm.fill_in is not None:
         found.append("insert")
     return found
 

@@ -6,62 +6,71 @@ from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
+from headroom.engine.request import MAX_LOGPROBS
+from headroom.server.custom_input import InputText
+from headroom.server.invalid_bodies import short, wrong_type
+from headroom.server.offered_tools import OfferedTools
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
-    logprob_number,
     respond,
-    token_text,
+    scored_token,
 )
 from headroom.server.openai_tools import (
     CalledFunctionBody,
+    ChatToolCall,
     NonEmpty,
     ToolCallBody,
     ToolFields,
 )
 from headroom.server.output_formats import FormatFields
 from headroom.server.schemas import (
+    LEFT_OUT_PART,
     Body,
     GenerationBody,
     MaxTokens,
     invalid,
     read_body,
-    short,
     unsupported,
-    wrong_type,
 )
 from headroom.server.service import Service
 from headroom.server.thinking_fields import ThinkingFields
-from headroom.text.answer_parser import CallDelta
+from headroom.text.answer_parser import CallDelta, ToolCall
 from headroom.text.conversation import Conversation
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-# Calls of the older form have no id, and a function's result follows its call at once.
+# `function_call`, the older form of a call, has no id: its result is the next message.
 FUNCTION_CALL_ID = "call_function"
+# Parts of a tool's result that are replaced by a line of text, and what the line calls them.
+UNREADABLE_PARTS = {"image_url": "image", "input_audio": "audio", "file": "file"}
+# Clients send an answer without text, or the result of a tool that returned nothing, as null.
+MAY_BE_NULL = ("assistant", "tool", "function")
 
 
-def _check_content(value: object) -> str | None:
-    """Return a message's text; several text parts are joined by line breaks."""
+def _check_content(value: object, info: ValidationInfo) -> str | None:
+    """Return a message's text; text parts are joined with line breaks."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong_type("a text or a list of text parts")
-    return "\n".join(_part_text(part) for part in value)
+    is_result = info.data.get("role") == "tool"
+    return "\n".join(_part_text(part, is_result=is_result) for part in value)
 
 
-def _part_text(part: object) -> str:
+def _part_text(part: object, *, is_result: bool) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise wrong_type("a text or a list of text parts")
+    if is_result and part["type"] in UNREADABLE_PARTS:
+        return LEFT_OUT_PART.format(kind=UNREADABLE_PARTS[part["type"]])
     if part["type"] not in ("text", "input_text", "output_text", "refusal"):
-        raise ValueError(f"parts of type {short(part['type'])!r} cannot be read, only text")
+        raise ValueError(f"parts of type {short(part['type'])!r} are not supported, only text")
     text = part.get("refusal" if part["type"] == "refusal" else "text")
     if not isinstance(text, str):
         raise wrong_type("a text part with its text")
@@ -74,18 +83,18 @@ class MessageBody(Body):
     role: Role
     content: Annotated[str | None, PlainValidator(_check_content)] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCallBody], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ChatToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: NonEmpty | None = None
     function_call: CalledFunctionBody | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # other servers' name of `reasoning_content`
+    reasoning: str | None = None  # what other servers call `reasoning_content`
     refusal: str | None = None
     audio: None = None
-    prefix: bool | None = None  # the answer continues this message, which is the last
+    prefix: bool | None = None  # the answer continues this message, which must be the last
 
     @model_validator(mode="after")
     def _is_complete(self) -> "MessageBody":
-        if self.content is None and not (self.role == "assistant" and self._says_something):
+        if self.content is None and self.role not in MAY_BE_NULL:
             raise ValueError("a message needs content")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of the role 'tool' needs a tool_call_id")
@@ -95,14 +104,9 @@ class MessageBody(Body):
             raise ValueError(f"a message of the role {self.role!r} cannot have tool calls")
         return self
 
-    @property
-    def _says_something(self) -> bool:
-        thought = self.reasoning_content or self.reasoning
-        return bool(self.tool_calls or self.function_call or thought or self.refusal)
-
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates expect it."""
-        # Few templates know "developer", the newer name of the role "system".
+        # Few templates have the role "developer", OpenAI's newer name of "system".
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         turn: dict[str, Any] = {"role": role, "content": self.content or self.refusal or ""}
         if self.name is not None:
@@ -110,10 +114,10 @@ class MessageBody(Body):
         if (thought := self.reasoning_content or self.reasoning) is not None:
             turn["reasoning_content"] = thought
         if self.tool_calls:
-            turn["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
         elif self.function_call:
             call = ToolCallBody(id=FUNCTION_CALL_ID, function=self.function_call)
-            turn["tool_calls"] = [call.model_dump()]
+            turn["tool_calls"] = [call.for_template()]
         if self.role == "function":
             turn["tool_call_id"] = FUNCTION_CALL_ID
         elif self.tool_call_id is not None:
@@ -157,7 +161,7 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message."""
+        """Whether the answer continues the last message."""
         last = self.messages[-1]
         return bool(self.continue_final_message or (last.role == "assistant" and last.prefix))
 
@@ -170,13 +174,13 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
             settings["logprobs"] = self.top_logprobs or 0
         return settings
 
-    def conversation(self) -> Conversation:
-        """Return what the body asks for, in the words that all chat APIs share."""
-        tools, choice = self.offered_tools()
+    def conversation(self, offered: OfferedTools) -> Conversation:
+        """Return the body as a `Conversation`."""
+        offer = self.tool_offer(offered)
         return Conversation(
             messages=[message.for_template() for message in self.messages],
-            tools=tools,
-            tool_choice=choice,
+            tools=offer.tools,
+            tool_choice=offer.choice,
             output_format=self.output_format(),
             thinking=self.asked_thinking(),
             template_variables=self.template_variables(),
@@ -189,7 +193,8 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody, service.options.max_body)
-    chat = body.conversation()
+    offered = body.offered_tools()
+    chat = body.conversation(offered)
     llm = await service.model(body.model, streams=body.stream)
     answers = await service.start_chat(llm, chat, body.sampling(), n=body.n or 1)
     envelope = Envelope(
@@ -199,6 +204,7 @@ async def chat_completions(request: Request) -> Response:
     )
     writer = ChatWriter(
         llm.tokenizer,
+        offered,
         with_logprobs=bool(body.logprobs),
         with_thoughts=body.shows_thoughts,
         as_functions=body.calls_functions,
@@ -212,29 +218,33 @@ class ChatWriter:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        tools: OfferedTools,
         *,
         with_logprobs: bool,
         with_thoughts: bool = True,
-        as_functions: bool = False,  # calls are written in the older form
+        as_functions: bool = False,  # write calls in the older form, as `function_call`
     ) -> None:
         self._tokenizer = tokenizer
         self._with_logprobs = with_logprobs
         self._with_thoughts = with_thoughts
         self._as_functions = as_functions
+        self._tools = tools
         self._calling: set[int] = set()  # streamed answers that have called a tool
+        # The texts of streamed calls of custom tools, by answer and call.
+        self._inputs: dict[tuple[int, int], InputText] = {}
 
     def first(self, index: int) -> dict[str, Any]:
-        """Return the choice that names the speaker."""
+        """Return the choice with the role of the answer."""
         return _streamed(index, {"role": "assistant", "content": ""})
 
     def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return the choice that adds to thought, text and calls; None if nothing is added."""
+        """Return what a delta adds to thought, text and calls; None if it adds nothing."""
         parts: dict[str, Any] = {}
         if delta.thought and self._with_thoughts:
             parts["reasoning_content"] = delta.thought
         if delta.calls:
             self._calling.add(delta.index)
-            parts |= self._streamed_calls(delta.calls)
+            parts |= self._streamed_calls(delta)
         logprobs = self._logprobs(delta.shown_tokens)
         if delta.text or (logprobs is not None and delta.shown_tokens and not parts):
             parts["content"] = delta.text
@@ -243,11 +253,17 @@ class ChatWriter:
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
         reason = self._reason(delta.finish_reason, called=delta.index in self._calling)
-        choice = {**_streamed(delta.index, {}), "finish_reason": reason}
+        texts = [
+            {"index": call, "custom": {"input": text}}
+            for (answer, call), reader in self._inputs.items()
+            if answer == delta.index and (text := reader.finish())
+        ]
+        parts = {"tool_calls": texts} if texts else {}
+        choice = {**_streamed(delta.index, parts), "finish_reason": reason}
         return choice | _details(delta)
 
     def whole(self, index: int, answer: Completion) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
+        """Return the choice of an answer that is not streamed."""
         choice = {
             "index": index,
             "message": self._message(answer),
@@ -265,24 +281,42 @@ class ChatWriter:
         }
         if answer.thought and self._with_thoughts:
             message["reasoning_content"] = answer.thought
-        functions = [{"name": call.name, "arguments": call.arguments} for call in answer.tool_calls]
-        if functions and self._as_functions:
-            message["function_call"] = functions[0]
-        elif functions:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": function}
-                for call, function in zip(answer.tool_calls, functions, strict=True)
-            ]
+        if answer.tool_calls and self._as_functions:
+            first = answer.tool_calls[0]
+            message["function_call"] = {"name": first.name, "arguments": first.arguments}
+        elif answer.tool_calls:
+            message["tool_calls"] = [self._whole_call(call) for call in answer.tool_calls]
         return message
 
-    def _streamed_calls(self, calls: Sequence[CallDelta]) -> dict[str, Any]:
-        """Return what a piece adds to calls: first identity and name, then arguments."""
+    def _whole_call(self, call: ToolCall) -> dict[str, Any]:
+        if self._tools.called(call.name).kind == "custom":
+            text = InputText.of(call.arguments)
+            return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    def _streamed_calls(self, delta: AnswerDelta) -> dict[str, Any]:
+        """Return what a delta adds to calls: first the id and the name, then the arguments."""
         if self._as_functions:
-            first = [call for call in calls if call.index == 0]
+            first = [call for call in delta.calls if call.index == 0]
             function = {"arguments": "".join(call.arguments for call in first)}
             name = "".join(call.name for call in first)
             return {"function_call": {"name": name, **function} if name else function}
-        return {"tool_calls": [_streamed_call(call) for call in calls]}
+        calls = [self._streamed_call(delta.index, call) for call in delta.calls]
+        return {"tool_calls": shown} if (shown := [call for call in calls if call]) else {}
+
+    def _streamed_call(self, answer: int, call: CallDelta) -> dict[str, Any] | None:
+        """Return what a piece adds to one call; None if it adds nothing yet."""
+        place = (answer, call.index)
+        if call.name and self._tools.called(call.name).kind == "custom":
+            self._inputs[place] = InputText()
+        if (reader := self._inputs.get(place)) is not None:
+            kind, what = "custom", {"input": reader.push(call.arguments)}
+        else:
+            kind, what = "function", {"arguments": call.arguments}
+        if not call.name:
+            return {"index": call.index, kind: what} if any(what.values()) else None
+        return {"index": call.index, "id": call.id, "type": kind, kind: {"name": call.name, **what}}
 
     def _reason(self, reason: str | None, *, called: bool) -> str | None:
         if reason != "stop" or not called:
@@ -292,37 +326,15 @@ class ChatWriter:
     def _logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        return {"content": [self._token(token) for token in tokens], "refusal": None}
-
-    def _token(self, token: AnswerToken) -> dict[str, Any]:
-        known = token.logprobs or TokenLogprobs(0.0, ())
-        top = [self._entry(alternative, logprob) for alternative, logprob in known.top]
-        return {**self._entry(token.id, known.logprob), "top_logprobs": top}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": token_text(self._tokenizer, token),
-            "logprob": logprob_number(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token)),
-        }
+        content = [scored_token(self._tokenizer, token) for token in tokens]
+        return {"content": content, "refusal": None}
 
 
 def _details(answer: AnswerDelta | Completion) -> dict[str, Any]:
-    """Return how long the model thought and what ended its thought, if it can think."""
+    """Return the field about the thought's length and end; no field if the model cannot think."""
     if answer.finish_details is None:
         return {}
     return {"finish_details": asdict(answer.finish_details)}
-
-
-def _streamed_call(call: CallDelta) -> dict[str, Any]:
-    if not call.name:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {
-        "index": call.index,
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
 
 
 def _streamed(

@@ -1,9 +1,9 @@
 """POST /v1/completions: continues prompts, in OpenAI's format."""
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -11,7 +11,7 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion
-from headroom.engine.request import MAX_LOGPROBS, TokenLogprobs
+from headroom.engine.request import MAX_COUNT, MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
 from headroom.server.openai_shared import (
     Envelope,
@@ -37,13 +37,16 @@ router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default, for this endpoint only
 MAX_ANSWERS = 1024  # prompts times n
+# Logprobs of echoed prompts in one answer: prompt tokens times n times (logprobs + 1). So many take
+# 60 MB in memory if n is 1, and 15 MB as JSON.
+MAX_ECHOED_LOGPROBS = 1 << 19
 
 
 class CompletionBody(FormatFields, GenerationBody):
     """The body of /v1/completions."""
 
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        # A prompt has no chat template, and so neither tools nor thoughts that can be told apart.
+        # Prompts are not rendered by a chat template, so there are no tools and no thoughts.
         "tools": (), "tool_choice": ("auto",), "functions": (),
         "function_call": ("auto",), "reasoning_effort": (), "reasoning": (), "thinking": (),
         "enable_thinking": (), "thinking_budget": (), "chat_template_kwargs": (),
@@ -51,6 +54,7 @@ class CompletionBody(FormatFields, GenerationBody):
     }  # fmt: skip
 
     prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
+    max_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None  # 0: only the echo
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -68,11 +72,11 @@ class CompletionBody(FormatFields, GenerationBody):
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """A prompt that its answer repeats."""
+    """A prompt that its answer begins with (`echo`)."""
 
     tokens: tuple[int, ...]
     text: str
-    hidden: int  # leading tokens that the client's text does not contain: 1 for an added BOS token
+    hidden: int  # tokens at the start that are not in the client's text: 1 if a BOS was added
 
 
 @router.post("/v1/completions", response_model=None)
@@ -85,37 +89,58 @@ async def completions(request: Request) -> Response:
     if asked > MAX_ANSWERS:
         raise RequestError(
             f"The prompts ask for {asked} answers; at most {MAX_ANSWERS} are given at once.",
+            hint="Send fewer prompts, or a smaller n.",
             param="prompt",
         )
     tokenizer = llm.tokenizer
     wanted, fill_in = body.output_format(), fill_in_of(llm, body.suffix)
-    prompts = await asyncio.to_thread(_encode, tokenizer, body, fill_in)
+    prompts = await service.in_thread(_encode, tokenizer, body, fill_in)
     settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
+    only_prompts = body.max_tokens == 0
+    if only_prompts:
+        settings["max_tokens"] = 1  # the engine's least; `Answers` hides the token
     if body.logprobs is not None:
+        if body.echo:
+            _check_echoed(sum(map(len, prompts)), body.n or 1, body.logprobs)
         settings |= {"logprobs": body.logprobs, "prompt_logprobs": bool(body.echo)}
     grammar = None
     if wanted is not None:
-        grammar = await asyncio.to_thread(llm.grammars.compile, [wanted], continues=True)
-    requests = make_requests(
-        llm,
-        prompts,
-        settings,
-        body.n or 1,
-        prompt_field="prompt",
-        new_constraint=lambda most: None if grammar is None else grammar.begin(),
+        grammar = await service.in_thread(partial(llm.grammars.compile, [wanted], continues=True))
+    requests = await service.in_thread(
+        partial(
+            make_requests,
+            llm,
+            prompts,
+            settings,
+            body.n or 1,
+            prompt_field="prompt",
+            new_constraint=lambda most: None if grammar is None else grammar.begin(),
+        )
     )
     if fill_in is not None:
         stops = llm.tokenizer.stop_ids | fill_in.stop_ids
         requests = [replace(request, stop_ids=stops) for request in requests]
-    echoed = await asyncio.to_thread(_echo, tokenizer, prompts, body) if body.echo else None
+    echoed = await service.in_thread(_echo, tokenizer, prompts, body) if body.echo else None
     writer = CompletionWriter(tokenizer, echoed, body)
     envelope = Envelope(
         id=f"cmpl-{uuid.uuid4().hex}",
         object="text_completion",
         model=llm.name,
     )
-    answers = service.start(llm, requests)
+    answers = service.start(llm, requests, only_prompts=only_prompts)
     return await respond(request, service, GenerationCall(body, answers, envelope, writer))
+
+
+def _check_echoed(tokens: int, n: int, logprobs: int) -> None:
+    """Refuse an echo with more logprobs of prompts than the server holds for one call."""
+    wanted = tokens * n * (logprobs + 1)
+    if wanted > MAX_ECHOED_LOGPROBS:
+        raise RequestError(
+            f"The echo has {wanted} logprobs: {tokens} prompt tokens x {n} answers each x "
+            f"{logprobs + 1} for each token; at most {MAX_ECHOED_LOGPROBS} are given at once.",
+            hint="Lower n or logprobs, or send the prompts in several requests.",
+            param="logprobs",
+        )
 
 
 def _encode(tokenizer: Tokenizer, body: CompletionBody, fill_in: FillIn | None) -> list[list[int]]:
@@ -146,21 +171,23 @@ class CompletionWriter:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        echoed: Sequence[EchoedPrompt] | None,  # None: answers do not repeat their prompts
+        echoed: Sequence[EchoedPrompt] | None,  # None: answers do not begin with their prompts
         body: CompletionBody,
     ) -> None:
         self._tokenizer = tokenizer
         self._echoed = echoed
         self._choices_per_prompt = body.n or 1
         self._with_logprobs = body.logprobs is not None
+        self._texts: dict[int, str] = {}  # of tokens, by id
+        self._prompt_parts: dict[int, ScoredTokens] = {}  # by the prompt's number
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that echoes the prompt; None if no echo was asked for."""
+        """Return the choice with the echoed prompt; None without `echo`."""
         prompt = self._prompt(index)
         return None if prompt is None else _choice(index, prompt.text)
 
     def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return the choice that adds text or logprobs; None if nothing is added."""
+        """Return what a delta adds to text and logprobs; None if it adds nothing."""
         logprobs = self._logprobs(delta.index, delta.shown_tokens, delta.prompt_logprobs)
         if not delta.text and logprobs is None:
             return None
@@ -171,7 +198,7 @@ class CompletionWriter:
         return {**_choice(delta.index, ""), "finish_reason": delta.finish_reason}
 
     def whole(self, index: int, answer: Completion) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
+        """Return the choice of an answer that is not streamed."""
         prompt = self._prompt(index)
         text = answer.text if prompt is None else prompt.text + answer.text
         logprobs = self._logprobs(index, answer.shown_tokens, answer.prompt_logprobs)
@@ -188,40 +215,78 @@ class CompletionWriter:
     ) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        tokens = list(answer_tokens)
-        if (prompt := self._prompt(index)) is not None:
-            shift = len(prompt.text)
-            tokens = [replace(token, offset=token.offset + shift) for token in tokens]
-            if prompt_logprobs:
-                tokens = self._prompt_tokens(prompt, prompt_logprobs) + tokens
-        return {
-            "tokens": [token_text(self._tokenizer, token.id) for token in tokens],
-            "token_logprobs": [
+        prompt, before = self._prompt(index), ScoredTokens()
+        if prompt is not None and prompt_logprobs:
+            before = self._of_prompt(index // self._choices_per_prompt, prompt, prompt_logprobs)
+        shift = 0 if prompt is None else len(prompt.text)
+        return (before + self._scored(answer_tokens, shift)).as_json()
+
+    def _of_prompt(
+        self, number: int, prompt: EchoedPrompt, logprobs: Sequence[TokenLogprobs | None]
+    ) -> "ScoredTokens":
+        """Return a prompt's tokens as JSON; all answers to the prompt share them."""
+        if number not in self._prompt_parts:
+            detokenizer, offset, tokens = Detokenizer(self._tokenizer, show_control=True), 0, []
+            for position, (token, known) in enumerate(zip(prompt.tokens, logprobs, strict=True)):
+                tokens.append(AnswerToken(token, offset, known))
+                if position >= prompt.hidden:
+                    offset += len(detokenizer.push(token))
+            self._prompt_parts[number] = self._scored(tokens)
+        return self._prompt_parts[number]
+
+    def _scored(self, tokens: Sequence[AnswerToken], shift: int = 0) -> "ScoredTokens":
+        """Return tokens as JSON; `shift` is added to their places in the text."""
+        return ScoredTokens(
+            tokens=[self._text(token.id) for token in tokens],
+            token_logprobs=[
                 None if token.logprobs is None else logprob_number(token.logprobs.logprob)
                 for token in tokens
             ],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
-        }
-
-    def _prompt_tokens(
-        self, prompt: EchoedPrompt, logprobs: Sequence[TokenLogprobs | None]
-    ) -> list[AnswerToken]:
-        detokenizer, offset, tokens = Detokenizer(self._tokenizer, show_control=True), 0, []
-        for position, (token, known) in enumerate(zip(prompt.tokens, logprobs, strict=True)):
-            tokens.append(AnswerToken(token, offset, known))
-            if position >= prompt.hidden:
-                offset += len(detokenizer.push(token))
-        return tokens
+            top_logprobs=[self._top(token) for token in tokens],
+            text_offset=[token.offset + shift for token in tokens],
+        )
 
     def _top(self, token: AnswerToken) -> dict[str, float] | None:
-        """Return the likeliest tokens and the drawn one, which OpenAI's endpoint adds to them."""
+        """Return the likeliest tokens and, as OpenAI's endpoint does, the drawn one."""
         if token.logprobs is None:
             return None
         top: dict[str, float] = {}
         for alternative, logprob in (*token.logprobs.top, (token.id, token.logprobs.logprob)):
-            top.setdefault(token_text(self._tokenizer, alternative), logprob_number(logprob))
+            top.setdefault(self._text(alternative), logprob_number(logprob))
         return top
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = token_text(self._tokenizer, token)
+        return self._texts[token]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens with their logprobs, as the field `logprobs` of a choice has them."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)  # characters before each token
+
+    def __add__(self, after: "ScoredTokens") -> "ScoredTokens":
+        """Return these tokens and those after them; their entries are not copied."""
+        return ScoredTokens(
+            self.tokens + after.tokens,
+            self.token_logprobs + after.token_logprobs,
+            self.top_logprobs + after.top_logprobs,
+            self.text_offset + after.text_offset,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object; it shares the lists of this one."""
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
 
 
 def _choice(index: int, text: str, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of texts, in OpenAI's format."""
+"""POST /v1/embeddings: returns vectors of texts, in OpenAI's format."""
 
 import base64
 from typing import Annotated, Any, Literal
@@ -13,13 +13,13 @@ from headroom.server.sse import while_connected
 
 router = APIRouter()
 
-MAX_TEXTS = 2048  # in one call, as OpenAI has it
+MAX_EMBEDDED_TEXTS = 2048  # in one request; OpenAI's limit
 
 
 def _check_input(value: object) -> list[str | list[int]]:
     texts = prompt_list(value)
-    if len(texts) > MAX_TEXTS:
-        raise ValueError(f"{len(texts)} texts were given; at most {MAX_TEXTS} are taken")
+    if len(texts) > MAX_EMBEDDED_TEXTS:
+        raise ValueError(f"{len(texts)} texts were given; at most {MAX_EMBEDDED_TEXTS} are allowed")
     if any(len(text) == 0 for text in texts):
         raise ValueError("a text is empty")
     return texts
@@ -60,5 +60,5 @@ async def embeddings(request: Request) -> dict[str, Any]:
 
 
 def _base64(vector: Vector) -> str:
-    """Return the values as float32, little-endian, in base64: what OpenAI's clients decode."""
+    """Return the values as little-endian float32 in base64, as OpenAI's clients expect them."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

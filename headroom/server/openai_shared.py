@@ -1,5 +1,6 @@
-"""What OpenAI's chat and completions endpoints share: choices, usage, events."""
+"""What OpenAI's chat and completions endpoints share: choices, usage, streamed chunks."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -7,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from headroom import __version__
-from headroom.answers import AnswerDelta, Completion, join_deltas
+from headroom.answers import AnswerDelta, AnswerToken, Completion, join_deltas
+from headroom.engine.request import TokenLogprobs
+from headroom.server.json_values import JSONResponse
 from headroom.server.refusals import problem_of
 from headroom.server.schemas import GenerationBody
 from headroom.server.service import Answers, Service
@@ -24,7 +27,7 @@ FINGERPRINT = f"headroom-{__version__}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """The fields around the choices, equal in the whole answer or in all chunks of one call."""
+    """The fields around the choices; all chunks of a stream have the same ones."""
 
     id: str
     object: str
@@ -32,7 +35,7 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return the JSON object of a whole answer or of one chunk."""
+        """Return the JSON object of a whole answer, or of one chunk of a stream."""
         return {
             "id": self.id,
             "object": self.object,
@@ -48,21 +51,21 @@ class ChoiceWriter(Protocol):
     """How one endpoint writes the choices of its answers as JSON."""
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that opens a streamed answer, before its first token."""
+        """Return the first choice of a streamed answer, before its first token; None for none."""
 
     def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return the choice that adds to a streamed answer; None if nothing is added."""
+        """Return the choice that a delta adds to a streamed answer; None if it adds nothing."""
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that ends a streamed answer."""
 
     def whole(self, index: int, answer: Completion) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
+        """Return the choice of an answer that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationCall:
-    """One HTTP call: the answers that the engine gives, and how they are written."""
+    """One HTTP request: its body, its answers, and how they are written as JSON."""
 
     body: GenerationBody
     answers: Answers
@@ -70,24 +73,24 @@ class GenerationCall:
     writer: ChoiceWriter
 
     def totals(self, answers: Mapping[int, AnswerDelta | Completion]) -> dict[str, Any]:
-        """Return the fields that sum up all answers; streams have their last deltas by index."""
+        """Return the fields that sum up all answers, given the answers or their last deltas."""
         in_order = [answers[index] for index in sorted(answers)]
         return {**usage_and_timings(in_order, self.body.n or 1), "seed": self.answers.seed}
 
 
 async def respond(request: Request, service: Service, call: GenerationCall) -> Response:
-    """Answer a call with a stream or with one whole object."""
+    """Answer a request with a stream or with one JSON object."""
     if call.body.stream:
         events = _events(_chunks(call))
         return EventStream(events, service.options.keep_alive, call.answers.close)
     try:
-        return JSONResponse(await while_connected(request, _whole(call)))
+        return await while_connected(request, _whole(call))
     finally:
         call.answers.close()
 
 
 async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Frame chunks as events; an error after the stream began becomes the last event."""
+    """Yield chunks as events; an error becomes the last event, since the stream has begun."""
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -107,7 +110,7 @@ async def _chunks(call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
             yield envelope.wrap([opening], **usage)
     async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
-            if delta.adds and (piece := writer.piece(delta)) is not None:
+            if delta.shows and (piece := writer.piece(delta)) is not None:
                 yield envelope.wrap([piece], **usage)
             if delta.finish_reason is None:
                 continue
@@ -121,18 +124,23 @@ async def _chunks(call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
         yield envelope.wrap([], **call.totals(ends))
 
 
-async def _whole(call: GenerationCall) -> dict[str, Any]:
+async def _whole(call: GenerationCall) -> JSONResponse:
     parts: dict[int, list[AnswerDelta]] = {index: [] for index in range(call.answers.count)}
     async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
             parts[delta.index].append(delta)
+    # The logprobs of a long prompt take a while to write; in a thread they hold up no other client.
+    return await asyncio.to_thread(_write_whole, call, parts)
+
+
+def _write_whole(call: GenerationCall, parts: Mapping[int, Sequence[AnswerDelta]]) -> JSONResponse:
     done = {index: join_deltas(part) for index, part in parts.items()}
     choices = [call.writer.whole(index, answer) for index, answer in done.items()]
-    return call.envelope.wrap(choices, **call.totals(done))
+    return JSONResponse(call.envelope.wrap(choices, **call.totals(done)))
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token's text; bytes that are not whole characters are written as `bytes:\\xNN`."""
+    """Return a token's text; a token that is not whole characters becomes `bytes:\\xNN`."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()
@@ -140,15 +148,30 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def scored_token(tokenizer: Tokenizer, token: AnswerToken) -> dict[str, Any]:
+    """Return a token with its logprob, and the likeliest tokens with theirs, as JSON."""
+    known = token.logprobs or TokenLogprobs(0.0, ())
+    top = [_scored(tokenizer, other.id, other.logprob) for other in known.top]
+    return {**_scored(tokenizer, token.id, known.logprob), "top_logprobs": top}
+
+
+def _scored(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token_text(tokenizer, token),
+        "logprob": logprob_number(logprob),
+        "bytes": list(tokenizer.token_bytes(token)),
+    }
+
+
 def logprob_number(value: float) -> float:
-    """Return a logprob that JSON can express."""
-    return max(value, LEAST_LOGPROB)
+    """Return a logprob as a number that JSON can express, for minus infinity and NaN, too."""
+    return min(value, 0.0) if value > LEAST_LOGPROB else LEAST_LOGPROB  # also for NaN
 
 
 def usage_and_timings(
     answers: Sequence[AnswerDelta | Completion], choices_per_prompt: int
 ) -> dict[str, Any]:
-    """Return `usage` and `timings` of all answers together; a prompt counts once."""
+    """Return `usage` and `timings` of all answers together; each prompt counts once."""
     times = [answer.timings for answer in answers]
     prompt = sum(answer.prompt_tokens for answer in answers[::choices_per_prompt])
     generated = sum(answer.generated_tokens for answer in answers)
@@ -173,7 +196,7 @@ def usage_and_timings(
         "decode_ms": round(1000 * decode_s, 3),
         "decode_tokens_per_second": _rate(decoded, decode_s),
     }
-    # The answers run together, so the one that decoded longest covers the time of nearly all.
+    # The answers ran together, so the one that decoded longest covers nearly all of the time.
     longest = max(times, key=lambda time: time.decode_s)
     if longest.experts is not None:
         timings["experts"] = longest.experts

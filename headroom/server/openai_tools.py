@@ -1,21 +1,28 @@
-"""Tools in OpenAI's chat bodies: what may be called, what was called, and which call is asked for.
+"""The fields of OpenAI's chat bodies about tools: tools, earlier calls, and the choice of a tool.
 
-The older fields `functions` and `function_call` are read as tools, of which one may be called.
+The older fields `functions` and `function_call` are read as tools; only one call may come then.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, PlainValidator, StringConstraints, model_validator
 
-from headroom.server.schemas import Body, invalid, short
-from headroom.text.conversation import Tool, ToolChoice
+from headroom.server.offered_tools import (
+    AskedChoice,
+    NamedTool,
+    OfferedTool,
+    OfferedTools,
+    ToolOffer,
+    read_choice,
+)
+from headroom.server.schemas import Body, invalid
+from headroom.text.conversation import INPUT, Tool, text_tool
 
 NonEmpty = Annotated[str, Field(min_length=1)]
-# OpenAI takes letters, digits, "_" and "-"; names of tools of MCP servers have more.
+# OpenAI allows letters, digits, "_" and "-"; the tools of MCP servers have other characters, too.
 ToolName = Annotated[str, StringConstraints(pattern=r"^[\w.:/-]{1,128}$")]
-MAX_TOOLS = 1024  # in one request; OpenAI takes 128
+MAX_TOOLS = 1024  # in one request; OpenAI allows 128
 
 
 class FunctionBody(Body):
@@ -23,24 +30,95 @@ class FunctionBody(Body):
 
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema; left out: the function takes nothing
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: the function has no arguments
     strict: bool | None = None
 
-    def tool(self) -> Tool:
-        """Return the function as chat templates and parsers know it."""
+    def tool(self, path: str) -> Tool:
+        """Return the function as a `Tool`; `path` is its field in the body."""
         return Tool(
             name=self.name,
             description=self.description or "",
             parameters=self.parameters or {},
             strict=bool(self.strict),
+            param=f"{path}.parameters",
         )
 
 
-class ToolBody(Body):
-    """A tool of a chat: always a function."""
+class GrammarBody(Body):
+    """What the text of a custom tool must match."""
 
-    type: Literal["function"] = "function"
+    syntax: Literal["lark", "regex"]
+    definition: NonEmpty
+
+
+class CustomFormatBody(Body):
+    """The format of a custom tool's text, as in chats."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarBody | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "CustomFormatBody":
+        if self.type == "grammar" and self.grammar is None:
+            raise ValueError("a format of type 'grammar' needs `grammar`")
+        return self
+
+
+class CustomBody(Body):
+    """A tool that the model calls with plain text."""
+
+    name: ToolName
+    description: str | None = None
+    format: CustomFormatBody | None = None
+
+    def tool(self, path: str) -> Tool:
+        """Return the function that stands for the tool; `path` is its field in the body."""
+        grammar = self.format.grammar if self.format is not None else None
+        return custom_tool(self.name, self.description, grammar, f"{path}.format")
+
+
+def custom_tool(
+    name: str, description: str | None, grammar: GrammarBody | None, param: str
+) -> Tool:
+    """Return the function that stands for a custom tool; `param` is the field of its format."""
+    regex = grammar.definition if grammar is not None and grammar.syntax == "regex" else ""
+    lark = grammar.definition if grammar is not None and grammar.syntax == "lark" else ""
+    return text_tool(name, description or "", regex=regex, lark=lark, param=param)
+
+
+class ToolBody(Body):
+    """A tool that is a function."""
+
+    # A tool of the type "custom" becomes a CustomToolBody; an error names both types.
+    type: Literal["function", "custom"] = "function"
     function: FunctionBody
+
+    def offered(self, path: str) -> OfferedTool:
+        """Return the tool; `path` is its field in the body."""
+        where = f"{path}.function"
+        tool = self.function.tool(where)
+        return OfferedTool(kind="function", name=tool.name, tool=tool, path=where)
+
+
+class CustomToolBody(Body):
+    """A custom tool: it is called with plain text."""
+
+    type: Literal["custom"]
+    custom: CustomBody
+
+    def offered(self, path: str) -> OfferedTool:
+        """Return the tool; `path` is its field in the body."""
+        where = f"{path}.custom"
+        tool = self.custom.tool(where)
+        return OfferedTool(kind="custom", name=tool.name, tool=tool, path=where)
+
+
+def _is_custom(value: object) -> bool:
+    return isinstance(value, dict) and value.get("type") == "custom"
+
+
+def _read_tool(value: object) -> ToolBody | CustomToolBody:
+    return (CustomToolBody if _is_custom(value) else ToolBody).model_validate(value)
 
 
 class CalledFunctionBody(Body):
@@ -50,18 +128,51 @@ class CalledFunctionBody(Body):
     arguments: str = ""  # JSON
 
 
+class CalledCustomBody(Body):
+    """The custom tool and the text of a call that an assistant made earlier."""
+
+    name: ToolName
+    input: str = ""
+
+
 class ToolCallBody(Body):
-    """A call that an assistant made earlier."""
+    """A call of a function that an assistant made earlier."""
 
     id: NonEmpty
     type: Literal["function"] = "function"
     function: CalledFunctionBody
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it."""
+        return self.model_dump()
+
+
+class CustomToolCallBody(Body):
+    """A call of a custom tool that an assistant made earlier."""
+
+    id: NonEmpty
+    type: Literal["custom"]
+    custom: CalledCustomBody
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call of the function that stands for the tool."""
+        arguments = json.dumps({INPUT: self.custom.input}, ensure_ascii=False)
+        function = CalledFunctionBody(name=self.custom.name, arguments=arguments)
+        return ToolCallBody(id=self.id, function=function).for_template()
+
+
+def _read_call(value: object) -> ToolCallBody | CustomToolCallBody:
+    return (CustomToolCallBody if _is_custom(value) else ToolCallBody).model_validate(value)
+
+
+ChatTool = Annotated[ToolBody | CustomToolBody, PlainValidator(_read_tool)]
+ChatToolCall = Annotated[ToolCallBody | CustomToolCallBody, PlainValidator(_read_call)]
+
 
 class ToolFields(Body):
     """The fields that say what the model may, must or must not call."""
 
-    tools: Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionBody], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = (
@@ -74,101 +185,39 @@ class ToolFields(Body):
         """Whether calls are written in the older form, as `function_call`."""
         return bool(self.functions)
 
-    def offered_tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """Return the tools that may be called, and whether one must be."""
+    def offered_tools(self) -> OfferedTools:
+        """Return the tools that may be called."""
         if self.tools and self.functions:
-            raise invalid("functions", "`functions` is an older name of `tools`; give one.")
-        field = "functions" if self.functions else "tools"
-        bodies = self.functions or [tool.function for tool in self.tools or ()]
-        tools = tuple(body.tool() for body in bodies)
-        seen: set[str] = set()
-        for index, tool in enumerate(tools):
-            if tool.name in seen:
-                where = f"{field}[{index}]" + (".function" if field == "tools" else "") + ".name"
-                raise invalid(where, f"Two tools have the name {short(tool.name)!r}.")
-            seen.add(tool.name)
+            raise invalid("functions", "`functions` is an older name of `tools`; leave one out.")
+        offered = OfferedTools()
+        for index, body in enumerate(self.tools or ()):
+            offered.add(body.offered(f"tools[{index}]"))
+        for index, function in enumerate(self.functions or ()):
+            tool = function.tool(path := f"functions[{index}]")
+            offered.add(OfferedTool(kind="function", name=tool.name, tool=tool, path=path))
+        return offered
+
+    def tool_offer(self, offered: OfferedTools) -> ToolOffer:
+        """Return the tools that the model sees, and whether it must call one."""
         if self.functions:
-            choice = _function_choice(self.function_call, tools)
-            return tools, replace(choice, parallel=False)
-        parallel = self.parallel_tool_calls is not False
+            return offered.choose(_function_choice(self.function_call), parallel=False)
         if self.function_call not in (None, "auto", "none"):
             raise invalid("function_call", "`function_call` needs `functions`.")
-        tools, choice = _tool_choice(self.tool_choice, tools)
-        return tools, replace(choice, parallel=parallel)
+        return offered.choose(
+            read_choice(self.tool_choice, nested=True),
+            parallel=self.parallel_tool_calls is not False,
+        )
 
 
-def _tool_choice(value: object, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tools that may be called and the choice that `tool_choice` makes of them."""
-    if value is None or value == "auto":
-        return tools, ToolChoice()
-    if value == "none":
-        return tools, ToolChoice(mode="none")
-    if not tools:
-        raise invalid("tool_choice", f"`tool_choice` is {short(value)!r} and there are no `tools`.")
-    if value == "required":
-        return tools, ToolChoice(mode="required")
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        name = _function_name(value, "tool_choice")
-        _find(name, tools, "tool_choice.function.name")
-        return tools, ToolChoice(mode="required", name=name)
-    if kind == "allowed_tools":
-        return _allowed_tools(value, tools)
-    raise invalid(
-        "tool_choice",
-        "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function' or "
-        "'allowed_tools'.",
-    )
-
-
-def _allowed_tools(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """Return the tools that the list names; the model is not told of the others."""
-    field = "tool_choice.allowed_tools"
-    allowed = value.get("allowed_tools")
-    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
-        raise invalid(field, f"`{field}` must be an object with `mode` and a list of `tools`.")
-    mode = allowed.get("mode", "auto")
-    if mode not in ("auto", "required"):
-        raise invalid(f"{field}.mode", f"`{field}.mode` must be 'auto' or 'required'.")
-    names = [
-        _function_name(entry, f"{field}.tools[{index}]")
-        for index, entry in enumerate(allowed["tools"])
-    ]
-    if not names:
-        raise invalid(f"{field}.tools", f"`{field}.tools` names no tool.")
-    known = {tool.name for tool in tools}
-    for index, name in enumerate(names):
-        if name not in known:
-            _find(name, tools, f"{field}.tools[{index}].function.name")
-    chosen = set(names)
-    return tuple(tool for tool in tools if tool.name in chosen), ToolChoice(mode=mode)
-
-
-def _function_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
+def _function_choice(value: object) -> AskedChoice:
     """Return the choice that the older field `function_call` makes."""
     if value is None or value == "auto":
-        return ToolChoice()
+        return AskedChoice()
     if value == "none":
-        return ToolChoice(mode="none")
+        return AskedChoice(mode="none")
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise invalid(
             "function_call", "`function_call` must be 'auto', 'none' or an object with a `name`."
         )
-    _find(name, tools, "function_call.name")
-    return ToolChoice(mode="required", name=name)
-
-
-def _function_name(value: Any, field: str) -> str:
-    function = value.get("function") if isinstance(value, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise invalid(f"{field}.function.name", f"`{field}.function.name` must be a text.")
-    return name
-
-
-def _find(name: str, tools: Sequence[Tool], field: str) -> None:
-    names = [tool.name for tool in tools]
-    if name not in names:
-        known = short(", ".join(names))
-        raise invalid(field, f"There is no tool {short(name)!r}; the tools are: {known}.")
+    return AskedChoice(mode="required", named=NamedTool(name=name, param="function_call.name"))

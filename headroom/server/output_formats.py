@@ -1,22 +1,23 @@
-"""Fields that say what the text of an answer must match.
+"""The fields of a request that say what the text of its answer must match.
 
-Beside OpenAI's `response_format` these are the fields of vLLM (`guided_json`, `guided_regex`,
-`guided_choice`, `guided_grammar`, `structured_outputs`) and of llama.cpp (`json_schema`,
-`grammar`), because clients of those servers send them.
+These are OpenAI's `response_format`, and the fields that clients of other servers send: those of
+vLLM (`guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`, `structured_outputs`) and of
+llama.cpp (`json_schema`, `grammar`).
 """
 
 from typing import Any
 
 from pydantic_core import from_json
 
-from headroom.server.schemas import Body, invalid, short, unsupported
+from headroom.server.invalid_bodies import short
+from headroom.server.schemas import Body, invalid, unsupported
 from headroom.text.conversation import OutputFormat
 
-GBNF_RULE = "::="  # no Lark grammar has it outside a text, every GBNF grammar has it
+GBNF_RULE = "::="  # every GBNF grammar has it, and no Lark grammar outside of a quoted text
 
 
 class FormatFields(Body):
-    """The fields of which at most one says what an answer must match."""
+    """The fields that say what an answer must match; at most one may be set."""
 
     response_format: Any = None
     guided_json: Any = None
@@ -38,7 +39,10 @@ class FormatFields(Body):
                 found[field] = form
         if len(found) > 1:
             first, second = list(found)[:2]
-            raise invalid(second, f"`{first}` and `{second}` both say what the answer must match.")
+            raise invalid(
+                second,
+                f"`{first}` and `{second}` both say what the answer must match; leave one out.",
+            )
         return next(iter(found.values()), None)
 
 
@@ -76,12 +80,14 @@ def _structured_outputs(value: Any, field: str) -> OutputFormat | None:
         if name not in _STRUCTURED:
             known = ", ".join(_STRUCTURED)
             raise unsupported(
-                f"{field}.{name}", f"`{field}` knows no {short(name)!r}, but {known}."
+                f"{field}.{name}",
+                f"`{field}` cannot have {short(name)!r}; it can have one of {known}.",
             )
     if len(given) > 1:
         first, second = list(given)[:2]
         raise invalid(
-            f"{field}.{second}", f"`{first}` and `{second}` both say what the answer must match."
+            f"{field}.{second}",
+            f"`{first}` and `{second}` both say what the answer must match; leave one out.",
         )
     for name, entry in given.items():
         return _STRUCTURED[name](entry, f"{field}.{name}")
@@ -93,15 +99,15 @@ def _schema(value: Any, field: str) -> OutputFormat:
         try:
             value = from_json(value, allow_inf_nan=False)
         except ValueError as error:
-            raise invalid(field, f"`{field}` is a text that is not JSON: {error}.") from error
+            raise invalid(field, f"`{field}` is text that is not JSON: {error}.") from error
     if not isinstance(value, dict | bool):
-        raise invalid(field, f"`{field}` must be a JSON schema, which is an object.")
+        raise invalid(field, f"`{field}` must be a JSON schema: an object, true or false.")
     return OutputFormat(kind="json_schema", value=value, param=field)
 
 
 def _regex(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, str) or not value:
-        raise invalid(field, f"`{field}` must be a regular expression as a text.")
+        raise invalid(field, f"`{field}` must be text: a regular expression.")
     return OutputFormat(kind="regex", value=value, param=field)
 
 
@@ -115,7 +121,7 @@ def _choice(value: Any, field: str) -> OutputFormat | None:
 
 def _grammar(value: Any, field: str) -> OutputFormat:
     if not isinstance(value, str):
-        raise invalid(field, f"`{field}` must be a grammar as a text.")
+        raise invalid(field, f"`{field}` must be text: a grammar in Lark's notation.")
     if GBNF_RULE in value:
         raise unsupported(
             field, f"`{field}` is in GBNF, llama.cpp's notation; write it in Lark's notation."

@@ -1,4 +1,4 @@
-"""GET /props: what the served model is, and the settings that hold where a client sends none."""
+"""GET /props: describes the served model and its default settings, as llama.cpp's server does."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ router = APIRouter()
 
 @router.get("/props", response_model=None)
 async def props(request: Request) -> dict[str, Any]:
-    """Describe the model; names of fields are llama.cpp's where it has the same ones."""
+    """Describe a model; fields that llama.cpp has, too, have its names."""
     service: Service = request.app.state.service
     llm = await service.model(request.query_params.get("model"))
-    settings = llm.plan.settings
+    settings, used = llm.plan.settings, llm.engine.stats().memory
     return {
         "default_generation_settings": {
             "n_ctx": llm.context,
@@ -39,5 +39,6 @@ async def props(request: Request) -> dict[str, Any]:
             "k_type": settings.k_type,
             "v_type": settings.v_type,
             "chunk": settings.chunk,
+            "memory_bytes": {memory.device: memory.used_bytes for memory in used},
         },
     }

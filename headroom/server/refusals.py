@@ -1,15 +1,13 @@
-"""Refusals: how an error is reported to an HTTP client: its status and its OpenAI error object."""
+"""Refusals: turns an error into an HTTP status and OpenAI's error object."""
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 
 from headroom.errors import (
     CapacityError,
@@ -18,29 +16,46 @@ from headroom.errors import (
     ModelError,
     RequestError,
 )
+from headroom.server.json_values import JSONResponse
 
 log = logging.getLogger("headroom.server")
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-RETRY_AFTER_S = 1
-CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer; only for metrics
+RATE_LIMIT = "rate_limit_error"
+RETRY_AFTER_S = 1  # sent to clients that come while the server is full or stopping
+MOST_PATH = 200  # characters of an unknown path that an error repeats
+MOST_MESSAGE = 2000  # characters of an error, which may quote what the client sent
+CLIENT_CLOSED = 499  # nginx's status for a client that left; nobody gets it, metrics count it
 
 
 class RefusalError(HeadroomError):
-    """An error with the HTTP status and the code that a client gets."""
+    """An error that knows its HTTP status and its error code."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, hint: str = "", param: str | None = None
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        hint: str = "",
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message, hint=hint, param=param)
         self.status = status
         self.code = code
+        self.retry_after_s = RETRY_AFTER_S if status == 503 else retry_after_s
+
+
+def shutting_down() -> RefusalError:
+    """Return the refusal of a request that comes, or has not ended, when the server stops."""
+    return RefusalError(503, "shutting_down", "The server is shutting down.")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error as an HTTP client gets it."""
+    """An error as an HTTP client gets it."""
 
     status: int
     message: str
@@ -60,12 +75,31 @@ class Problem:
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """Return the whole HTTP answer."""
+        """Return the HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=dict(self.headers))
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Return the status and shape of an error; an unexpected error is logged and becomes a 500."""
+    """Return what a client gets for an error; an unexpected error is logged and becomes a 500.
+
+    A long message keeps its beginning and its end, where the hint is.
+    """
+    problem = _whole_problem_of(error)
+    message, param = without_middle(problem.message, MOST_MESSAGE), problem.param
+    return replace(
+        problem, message=message, param=param and without_middle(param, MOST_MESSAGE // 10)
+    )
+
+
+def without_middle(text: str, most: int) -> str:
+    """Return a text; if it is too long, its middle is left out, and it has `most` characters."""
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end - 5]} ... {text[-end:]}"
+
+
+def _whole_problem_of(error: BaseException) -> Problem:
     if isinstance(error, RefusalError):
         return _from_refusal(error)
     if isinstance(error, ContextLengthError):
@@ -80,35 +114,35 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, HTTPException):
         return _from_http(error)
     log.error("server: a request failed unexpectedly", exc_info=error)
-    message = str(error) if isinstance(error, HeadroomError) else "The server failed on its own."
+    message = (
+        str(error)
+        if isinstance(error, HeadroomError)
+        else "The server failed; its log has the details."
+    )
     return Problem(500, message, SERVER, code="internal_error")
 
 
 def problem_for(request: Request, error: Exception) -> Problem:
-    """Return the status and shape of an error that a request raised."""
+    """Return what a client gets for an error of its request; 404 and 405 name method and path."""
     problem = problem_of(error)
     if isinstance(error, HTTPException) and problem.status in (404, 405):
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {short_path(request.url.path)}"
         text = "does not exist" if problem.status == 404 else "is not allowed"
+        meant = _meant_path(request) if problem.status == 404 else None
+        hint = "" if meant is None else f" Did you mean {meant}?"
         problem = Problem(
-            problem.status, f"{where} {text}.", code=problem.code, headers=problem.headers
+            problem.status, f"{where} {text}.{hint}", code=problem.code, headers=problem.headers
         )
     return problem
 
 
-def refuse_invalid(error: ValidationError) -> RefusalError:
-    """Return a refusal for the first of pydantic's errors, with the field at fault."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = _dotted(first["loc"])
-    kind, text = first["type"], first["msg"].removeprefix("Value error, ")
-    if kind == "missing":
-        code, text = "missing_required_parameter", "this field is required"
-    elif kind == "model_type":
-        code, text = "invalid_type", "input should be an object"
-    else:
-        code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    where = param or "The body"
-    return RefusalError(400, code, f"{where}: {text[:1].lower()}{text[1:]}.", param=param)
+def _meant_path(request: Request) -> str | None:
+    """Return the endpoint that a client meant whose base URL is wrong: without /v1, for example."""
+    path = request.url.path.rstrip("/")
+    for method, known in request.app.state.endpoints:
+        if method == request.method and (path.endswith(known) or known == f"/v1{path}"):
+            return str(known)
+    return None
 
 
 def _from_refusal(error: RefusalError) -> Problem:
@@ -116,8 +150,10 @@ def _from_refusal(error: RefusalError) -> Problem:
     headers = {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 503:
-        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 429:
+        kind = RATE_LIMIT
     return Problem(error.status, str(error), kind, error.param, error.code, headers)
 
 
@@ -130,6 +166,6 @@ def _from_http(error: HTTPException) -> Problem:
     )
 
 
-def _dotted(path: tuple[int | str, ...]) -> str | None:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".") or None
+def short_path(path: str) -> str:
+    """Return a path as an error or a log line repeats it."""
+    return path if len(path) <= MOST_PATH else f"{path[:MOST_PATH]}..."

@@ -1,39 +1,38 @@
-"""/v1/responses: answers items with items, in OpenAI's format, and keeps what it answered."""
+"""/v1/responses: answers a conversation of items, in OpenAI's format, and stores responses."""
 
-import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from headroom.answers import AnswerToken
-from headroom.engine.request import TokenLogprobs
 from headroom.errors import HeadroomError
 from headroom.llm import LLM
-from headroom.server.openai_shared import logprob_number, token_text
+from headroom.server.holding import WaitingStream
+from headroom.server.invalid_bodies import short
+from headroom.server.json_values import JSONResponse
+from headroom.server.offered_tools import OfferedTools
 from headroom.server.refusals import RefusalError, problem_of
 from headroom.server.responses_body import InputBody, ResponseBody
 from headroom.server.responses_input import ItemBody
-from headroom.server.responses_output import Event, OutputWriter, replay
+from headroom.server.responses_output import OutputWriter, ResponseEvent, replay
 from headroom.server.responses_record import ResponseRecord, Status
 from headroom.server.responses_store import Item, ResponseStore, StoredResponse
-from headroom.server.responses_tools import OfferedTools
-from headroom.server.schemas import read_body, short, unsupported
+from headroom.server.schemas import read_body, unsupported
 from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
 from headroom.text.conversation import Conversation
-from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
 PATH = "/v1/responses"
-MAX_LISTED, USUALLY_LISTED = 100, 20  # input items in one answer
-# Where input is cut to fit, this share of the context is left for the answer, at most.
-ANSWER_SHARE = 8
+MAX_LISTED, DEFAULT_LISTED = 100, 20  # input items on one page
+# Input that is cut to fit leaves one eighth of the context for the answer, or as many tokens as
+# `max_output_tokens` if that is less.
+CUT_ANSWER_SHARE = 8
 
 
 class ResponseCancelledError(HeadroomError):
@@ -42,29 +41,40 @@ class ResponseCancelledError(HeadroomError):
 
 @router.post(PATH, response_model=None)
 async def create_response(request: Request) -> Response:
-    """Answer items, as a stream or as one object."""
+    """Answer a conversation of items, as a stream or as one object."""
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     body = await read_body(request, ResponseBody, service.options.max_body)
     prompt = Prompt(body, store)
-    llm = await service.model(body.model, streams=body.stream)
-    chat = prompt.chat
-    if body.truncation == "auto":
-        chat = await asyncio.to_thread(cut_to_fit, llm, chat, body.max_output_tokens)
-    answers = await service.start_chat(llm, chat, body.sampling(), messages_field="input")
-    record = ResponseRecord(llm.name, body.asked(llm.default_sampling), answers.seed)
+    model = service.find_shelved(body.model).name
+    record = ResponseRecord(model, body.asked({}), body.sampling().get("seed"))
+    framer = EventFramer(record)
+    try:
+        llm = await service.model(body.model, streams=body.stream, waiting=framer.waiting())
+        chat = prompt.chat
+        if body.truncation == "auto":
+            chat = await service.in_thread(cut_to_fit, llm, chat, body.max_output_tokens)
+        answers = await service.start_chat(llm, chat, body.sampling(), messages_field="input")
+    except Exception as error:
+        if not framer.began:
+            raise
+        failure = framer.frame_all(_failure(record, error))
+        return EventStream(failure, service.options.keep_alive, lambda: None)
+    record.model, record.asked = llm.name, body.asked(llm.default_sampling)
+    record.seed = answers.seed
     writer = OutputWriter(
         prompt.offered,
         shows_thoughts=body.shows_thoughts,
         summarises=body.summarises,
         hides=body.includes_encrypted,
-        **({"logprobs": LogprobWriter(llm.tokenizer)} if body.includes_logprobs else {}),
+        tokenizer=llm.tokenizer if body.includes_logprobs else None,
     )
     run = ResponseRun(answers, record, writer, store)
     if body.store is not False:
         run.keep(StoredResponse(record, prompt.items, canceller(run), prompt.previous))
     if body.stream:
-        return EventStream(_framed(run.events()), service.options.keep_alive, run.close)
+        events = framer.frame_all(run.events(begun=framer.began))
+        return EventStream(events, service.options.keep_alive, run.close, framer.keep_alive)
     try:
         return JSONResponse(await while_connected(request, run.whole()))
     finally:
@@ -78,13 +88,13 @@ async def count_input_tokens(request: Request) -> dict[str, Any]:
     body = await read_body(request, InputBody, service.options.max_body)
     chat = Prompt(body, request.app.state.responses).chat
     llm = await service.model(body.model)
-    prompt = await asyncio.to_thread(llm.prepare_chat, chat)
+    prompt = await service.in_thread(llm.prepare_chat, chat)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 
 @router.get(PATH + "/{response_id}", response_model=None)
 async def show_response(request: Request, response_id: str) -> Response:
-    """Show a response that was kept, or repeat its stream."""
+    """Return a stored response, as one object or as a stream."""
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     record = store.get(response_id).record
@@ -92,20 +102,24 @@ async def show_response(request: Request, response_id: str) -> Response:
         return JSONResponse(record.shown())
     if record.status == "in_progress":
         raise RefusalError(
-            400, "invalid_value", "The response is still written; ask later.", param="stream"
+            400,
+            "invalid_value",
+            "The response is still being written; try again when it is complete.",
+            param="stream",
         )
     if "starting_after" in request.query_params:
         raise unsupported(
             "starting_after",
-            "A repeated stream has fewer and longer deltas, so its events are numbered anew.",
+            "The stream of a stored response has other events than the first one, so it can only "
+            "be read from its start; leave `starting_after` out.",
         )
-    events = _framed(_repeated(record))
+    events = EventFramer(record).frame_all(_repeated(record))
     return EventStream(events, service.options.keep_alive, lambda: None)
 
 
 @router.delete(PATH + "/{response_id}", response_model=None)
 async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
-    """Keep a response no longer; responses that continue it are not touched."""
+    """Delete a stored response; responses that continue it stay."""
     store: ResponseStore = request.app.state.responses
     store.delete(response_id).cancel()
     return {"id": response_id, "object": "response", "deleted": True}
@@ -113,7 +127,7 @@ async def delete_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @router.post(PATH + "/{response_id}/cancel", response_model=None)
 async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
-    """End a response that is still written; one that has ended is shown as it is."""
+    """Cancel a response that is still being written; return it either way."""
     store: ResponseStore = request.app.state.responses
     stored = store.get(response_id)
     stored.cancel()
@@ -122,14 +136,14 @@ async def cancel_response(request: Request, response_id: str) -> dict[str, Any]:
 
 @router.get(PATH + "/{response_id}/input_items", response_model=None)
 async def list_input_items(request: Request, response_id: str) -> dict[str, Any]:
-    """List the items that a response answered; those of responses before it are not repeated."""
+    """List the input items of a response, without those of the responses that it continues."""
     store: ResponseStore = request.app.state.responses
     items = list(store.get(response_id).input)
     query = request.query_params
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RefusalError(400, "invalid_value", "`order` must be asc or desc.", param="order")
-    limit = query.get("limit", str(USUALLY_LISTED))
+    limit = query.get("limit", str(DEFAULT_LISTED))
     if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
         raise RefusalError(
             400,
@@ -157,7 +171,7 @@ async def list_input_items(request: Request, response_id: str) -> dict[str, Any]
 
 
 class Prompt:
-    """What a body asks, with the items of earlier responses that it refers to."""
+    """The prompt of a body, with the items of earlier responses that it refers to."""
 
     def __init__(self, body: InputBody, store: ResponseStore) -> None:
         self.previous = store.previous(body.previous_response_id)
@@ -169,7 +183,7 @@ class Prompt:
             if item.kind != "item_reference":
                 given.append(item)
                 self.items.append(item.shown())
-            elif item.id not in known:  # otherwise it is there already
+            elif item.id not in known:  # an item of `previous_response_id` is in the prompt already
                 found = _referred(item.id or "", index, store)
                 given.append(ItemBody.model_validate(found))
                 self.items.append(found)
@@ -192,9 +206,9 @@ def _referred(item_id: str, index: int, store: ResponseStore) -> Item:
 
 
 def canceller(run: "ResponseRun") -> Callable[[], None]:
-    """Return what cancels a response while it is written.
+    """Return a function that cancels a response while it is being written.
 
-    The store keeps it longer, and must not keep the model in memory: it holds the run weakly.
+    The store keeps the function longer than the run. A weak reference lets the model be freed.
     """
     running = weakref.ref(run)
 
@@ -220,7 +234,7 @@ class ResponseRun:
         self._writer = writer
         self._store = store
         self._stored: StoredResponse | None = None
-        self._unsent: list[Event] = []  # events of a response that was cancelled
+        self._unsent: list[ResponseEvent] = []  # events of a response that was cancelled
         record.output = writer.items
 
     def keep(self, stored: StoredResponse) -> None:
@@ -229,19 +243,19 @@ class ResponseRun:
         self._store.add(stored)
 
     def cancel(self) -> None:
-        """End the answer for a client that asked so; what was written so far stays."""
+        """Cancel the answer at a client's request; what was written so far stays."""
         if self._record.status == "in_progress":
             self._cut_off()
             self._answers.fail(ResponseCancelledError("The response was cancelled."))
 
     def close(self) -> None:
-        """Stop the model; a response that nobody waits for any more counts as cancelled."""
+        """Stop the model; an unfinished response becomes a cancelled one."""
         self._answers.close()
         if self._record.status == "in_progress":
             self._cut_off()
 
     async def whole(self) -> dict[str, Any]:
-        """Return the Response object once it is whole; an error is raised and leaves no trace."""
+        """Return the complete Response object; after an error, nothing is stored."""
         try:
             async for _ in self._written():
                 pass
@@ -252,9 +266,12 @@ class ResponseRun:
             raise
         return self._record.shown()
 
-    async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield all events as they come; an error becomes the last of them."""
-        for first in self._record.first_events():
+    async def events(self, *, begun: bool) -> AsyncGenerator[ResponseEvent, None]:
+        """Yield events as they come; after an error only the last event follows.
+
+        If `begun`, the first events were sent while the model was loaded.
+        """
+        for first in () if begun else self._record.first_events():
             yield first
         try:
             async with aclosing(self._written()) as written:
@@ -264,23 +281,17 @@ class ResponseRun:
             for one in self._unsent:
                 yield one
         except Exception as error:
-            problem = problem_of(error)
             for one in self._writer.finish("incomplete"):
                 yield one
             self._finish("failed", error)
-            yield {
-                "type": "error",
-                "code": problem.code,
-                "message": problem.message,
-                "param": problem.param,
-            }
+            yield _error_event(error)
         yield self._record.last_event()
 
-    async def _written(self) -> AsyncGenerator[Event, None]:
+    async def _written(self) -> AsyncGenerator[ResponseEvent, None]:
         async with aclosing(self._answers.deltas()) as deltas:
             async for delta in deltas:
                 if self._record.status != "in_progress":
-                    continue  # it was cancelled; the error that says so comes after these deltas
+                    continue  # cancelled: the error comes after the deltas that were queued before
                 self._record.last = replace(delta, prompt_logprobs=())
                 for one in self._writer.add(delta):
                     yield one
@@ -296,12 +307,12 @@ class ResponseRun:
             self._store.changed(self._stored)
 
     def _cut_off(self) -> None:
-        """End the open item and the response, which was cancelled."""
+        """End the open item and the response as cancelled."""
         self._unsent = list(self._writer.finish("incomplete"))
         self._finish("cancelled")
 
 
-async def _repeated(record: ResponseRecord) -> AsyncGenerator[Event, None]:
+async def _repeated(record: ResponseRecord) -> AsyncGenerator[ResponseEvent, None]:
     for one in record.at_start().first_events():
         yield one
     for one in replay(record.output):
@@ -309,22 +320,69 @@ async def _repeated(record: ResponseRecord) -> AsyncGenerator[Event, None]:
     yield record.last_event()
 
 
-async def _framed(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:
-    """Number events from 0 and write them as server-sent events."""
-    number = 0
-    async with aclosing(events):
-        async for one in events:
-            yield event({**one, "sequence_number": number}, one["type"])
-            number += 1
+async def _failure(record: ResponseRecord, error: Exception) -> AsyncGenerator[ResponseEvent, None]:
+    """Yield the end of a stream whose response failed before the model wrote anything."""
+    record.end("failed", problem_of(error))
+    yield _error_event(error)
+    yield record.last_event()
+
+
+def _error_event(error: Exception) -> ResponseEvent:
+    problem = problem_of(error)
+    return {
+        "type": "error",
+        "code": problem.code,
+        "message": problem.message,
+        "param": problem.param,
+    }
+
+
+class EventFramer:
+    """Numbers the events of a stream from 0, and writes them as server-sent events."""
+
+    def __init__(self, record: ResponseRecord) -> None:
+        self._record = record
+        self._number = 0
+
+    @property
+    def began(self) -> bool:
+        """Whether the stream has events."""
+        return self._number > 0
+
+    def frame(self, one: ResponseEvent) -> bytes:
+        """Return the next event."""
+        number = self._number
+        self._number += 1
+        return event({**one, "sequence_number": number}, one["type"])
+
+    async def frame_all(
+        self, events: AsyncGenerator[ResponseEvent, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield all events."""
+        async with aclosing(events):
+            async for one in events:
+                yield self.frame(one)
+
+    def waiting(self) -> WaitingStream:
+        """Return how the stream goes on while its model is loaded."""
+        return WaitingStream(keep_alive=self.keep_alive)
+
+    def keep_alive(self) -> bytes:
+        """Return the first events of the stream, later a repeat of `response.in_progress`.
+
+        Agents end a stream in which no event comes for long; to them a comment is no event.
+        """
+        _, in_progress = first = list(self._record.at_start().first_events())
+        return self.frame(in_progress) if self.began else b"".join(map(self.frame, first))
 
 
 def cut_to_fit(llm: LLM, chat: Conversation, max_tokens: int | None) -> Conversation:
-    """Return a chat without as many of its oldest turns as the context cannot hold.
+    """Return a chat without its oldest turns, as many as needed to fit it into the context.
 
-    A turn is a message of the user with all that follows it. Instructions at the beginning and the
-    last turn stay.
+    A turn is a message of the user and all that follows it. The system message at the beginning
+    and the last turn stay.
     """
-    room = max(1, llm.context // ANSWER_SHARE)
+    room = max(1, llm.context // CUT_ANSWER_SHARE)
     if max_tokens is not None and max_tokens > 0:
         room = min(room, max_tokens)
     kept = 1 if chat.messages[0]["role"] == "system" else 0
@@ -341,7 +399,7 @@ def cut_to_fit(llm: LLM, chat: Conversation, max_tokens: int | None) -> Conversa
     def fits(turns: int) -> bool:
         return len(llm.prepare_chat(without(turns)).tokens) + room <= llm.context
 
-    # The fewest turns that must go, found by halving: each trial encodes the whole prompt.
+    # Binary search for the fewest turns to leave out: each trial encodes the whole prompt.
     low, high = 0, max(0, len(starts) - 1)
     if fits(0):
         return chat
@@ -349,26 +407,3 @@ def cut_to_fit(llm: LLM, chat: Conversation, max_tokens: int | None) -> Conversa
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return without(low)
-
-
-class LogprobWriter:
-    """Writes the log probabilities of tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, tokens: Sequence[AnswerToken]) -> list[dict[str, Any]]:
-        """Return one entry for each token, with the likeliest tokens in its place."""
-        written = []
-        for token in tokens:
-            known = token.logprobs or TokenLogprobs(0.0, ())
-            top = [self._entry(rival, logprob) for rival, logprob in known.top]
-            written.append({**self._entry(token.id, known.logprob), "top_logprobs": top})
-        return written
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": token_text(self._tokenizer, token),
-            "logprob": logprob_number(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token)),
-        }

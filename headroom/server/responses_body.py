@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and what it asks for in the words that all chat APIs share."""
+"""The body of /v1/responses, and the conversation that it stands for."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -6,11 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from headroom.engine.request import MAX_LOGPROBS, SamplingParams
+from headroom.server.invalid_bodies import short
+from headroom.server.offered_tools import OfferedTools, read_choice
 from headroom.server.output_formats import FormatFields
 from headroom.server.refusals import RefusalError
 from headroom.server.responses_input import ItemBody, input_items, make_messages
-from headroom.server.responses_tools import OfferedTools, ResponsesToolBody
-from headroom.server.schemas import Body, GenerationBody, MaxTokens, short, unsupported
+from headroom.server.responses_tools import ResponsesToolBody, offered_tools
+from headroom.server.schemas import Body, GenerationBody, MaxTokens, unsupported
 from headroom.server.thinking_fields import ReasoningBody, ThinkingFields
 from headroom.text.conversation import Conversation, OutputFormat
 
@@ -22,7 +24,7 @@ Includable = Literal[
     "code_interpreter_call.outputs", "reasoning.encrypted_content", "message.output_text.logprobs",
 ]  # fmt: skip
 Summary = Literal["auto", "concise", "detailed", "none"]
-# Fields of chat completions that would change an answer, and what they are called here.
+# Fields of chat completions that would change an answer, and their names in this API.
 CHAT_FIELDS = {
     "messages": "input",
     "response_format": "text.format",
@@ -34,7 +36,7 @@ CHAT_FIELDS = {
 
 
 class SummaryBody(ReasoningBody):
-    """Whether and how long the model thinks, and whether its thoughts are also sent as summary."""
+    """How the model thinks, and whether its thoughts are also sent as summary."""
 
     summary: Summary | None = None
     generate_summary: Summary | None = None  # the older name of `summary`
@@ -42,11 +44,11 @@ class SummaryBody(ReasoningBody):
 
     @property
     def summarises(self) -> bool:
-        """Whether thoughts are also sent as summary."""
+        """Whether thoughts are also sent as summaries."""
         return (self.summary or self.generate_summary or "none") != "none"
 
     def shown(self) -> dict[str, Any]:
-        """Return the field as a response repeats it."""
+        """Return the field as the Response object shows it."""
         summary = (self.summary or self.generate_summary) if self.summarises else None
         context = {} if self.context is None else {"context": self.context}
         return {"effort": self.effort, "summary": summary, **context}
@@ -74,7 +76,7 @@ class FormatBody(Body):
         return OutputFormat(kind=self.type, value=self.schema_, param="text.format.schema")
 
     def shown(self) -> dict[str, Any]:
-        """Return the format as a response repeats it."""
+        """Return the format as the Response object shows it."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {
@@ -87,7 +89,7 @@ class FormatBody(Body):
 
 
 class TextBody(Body):
-    """What the answer's text is like."""
+    """The format and the verbosity of the answer's text."""
 
     format: FormatBody | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -97,17 +99,17 @@ def _check_metadata(value: object) -> object:
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_METADATA:
-        raise ValueError(f"{len(value)} entries were given; at most {MAX_METADATA} are kept")
+        raise ValueError(f"{len(value)} entries were given; at most {MAX_METADATA} are allowed")
     for key, text in value.items():
         if len(key) > MAX_KEY or (isinstance(text, str) and len(text) > MAX_VALUE):
             raise ValueError(
-                f"a key has at most {MAX_KEY} characters, and its text at most {MAX_VALUE}"
+                f"a key may have at most {MAX_KEY} characters, and a value at most {MAX_VALUE}"
             )
     return value
 
 
 class InputBody(ThinkingFields, FormatFields):
-    """The fields that make the prompt; /v1/responses/input_tokens has no others."""
+    """The fields from which the prompt is made; the body of /v1/responses/input_tokens."""
 
     model: str | None = None
     input: Annotated[
@@ -123,38 +125,39 @@ class InputBody(ThinkingFields, FormatFields):
     truncation: Literal["auto", "disabled"] | None = None
 
     def offered_tools(self, items: Sequence[ItemBody]) -> OfferedTools:
-        """Return the tools that may be called; an item may offer more than the field does."""
+        """Return the tools that may be called: those of the field and those of items."""
         later = [tool for item in reversed(items) for tool in item.tools or ()]
-        return OfferedTools(self.tools or (), later)
+        return offered_tools(self.tools or (), later)
 
     def conversation(
         self, earlier: Sequence[ItemBody], given: Sequence[ItemBody], offered: OfferedTools
     ) -> Conversation:
-        """Return what the body asks for, in the words that all chat APIs share."""
+        """Return the body as a `Conversation`."""
         messages = make_messages(earlier, given, self.instructions, offered)
         if not messages:
             raise RefusalError(
                 400, "missing_required_parameter", "`input` is empty.", param="input"
             )
-        tools, choice = offered.choose(
-            self.tool_choice, parallel=self.parallel_tool_calls is not False
+        offer = offered.choose(
+            read_choice(self.tool_choice, nested=False),
+            parallel=self.parallel_tool_calls is not False,
         )
         form = self.output_format()
         if self.text is not None and self.text.format is not None:
             form = self.text.format.output_format() or form
         return Conversation(
             messages=messages,
-            tools=tools,
-            tool_choice=choice,
+            tools=offer.tools,
+            tool_choice=offer.choice,
             # An answer that must be a call has no text that could match a format.
-            output_format=None if choice.mode == "required" else form,
+            output_format=None if offer.choice.mode == "required" else form,
             thinking=self.asked_thinking(),
             template_variables=self.template_variables(),
         )
 
 
 class ResponseBody(InputBody, GenerationBody):
-    """The body of /v1/responses; sampling settings of this server's chat API are taken, too."""
+    """The body of /v1/responses; it accepts the sampling settings of the chat API, too."""
 
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "background": (),
@@ -183,22 +186,22 @@ class ResponseBody(InputBody, GenerationBody):
             return body
         for name, right in CHAT_FIELDS.items():
             if body.get(name) not in (None, False):
-                raise unsupported(name, f"`{name}` is a field of chat; here it is `{right}`.")
+                raise unsupported(name, f"`{name}` is a field of chats; use `{right}` here.")
         if body.get("n") not in (None, 1):
-            raise unsupported("n", f"There is one answer; `n` is {short(body['n'])}.")
+            raise unsupported("n", f"`n` is {short(body['n'])}; a response has only one answer.")
         return body
 
     @model_validator(mode="after")
     def _has_input(self) -> "ResponseBody":
         if self.input is None and self.previous_response_id is None and not self.instructions:
             raise RefusalError(
-                400, "missing_required_parameter", "input: this field is required.", param="input"
+                400, "missing_required_parameter", "`input` is required.", param="input"
             )
         return self
 
     @property
     def includes_logprobs(self) -> bool:
-        """Whether the text's tokens are reported with their log probabilities."""
+        """Whether the tokens of the text are reported with their logprobs."""
         return LOGPROBS in (self.include or ())
 
     @property
@@ -208,7 +211,7 @@ class ResponseBody(InputBody, GenerationBody):
 
     @property
     def summarises(self) -> bool:
-        """Whether thoughts are also sent as summary."""
+        """Whether thoughts are also sent as summaries."""
         return self.reasoning is not None and self.reasoning.summarises
 
     def sampling(self) -> dict[str, Any]:
@@ -221,7 +224,7 @@ class ResponseBody(InputBody, GenerationBody):
         return settings
 
     def asked(self, default_sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the Response object that repeat what was asked for."""
+        """Return the fields of the Response object that repeat the request."""
         usual = SamplingParams()
         sampling = {"temperature": usual.temperature, "top_p": usual.top_p, **default_sampling}
         sampling |= self.sampling()

@@ -1,6 +1,6 @@
-"""Items of /v1/responses become the messages of a chat.
+"""The items of /v1/responses, and their conversion to chat messages.
 
-Items that one answer consists of (thoughts, text, calls) become one message of the assistant.
+The items of one answer (thoughts, text, calls) become one message of the assistant.
 """
 
 import base64
@@ -12,23 +12,25 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from headroom.server.invalid_bodies import short, wrong_type
+from headroom.server.offered_tools import OfferedTools
 from headroom.server.refusals import RefusalError
-from headroom.server.responses_tools import INPUT, OfferedTools, ResponsesToolBody
-from headroom.server.schemas import Body, short, wrong_type
+from headroom.server.responses_tools import ResponsesToolBody
+from headroom.server.schemas import LEFT_OUT_PART, Body
+from headroom.text.conversation import INPUT
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ITEM_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-# What servers did on their own in earlier turns; it says nothing to the model.
+OUTPUT_ITEMS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+# What OpenAI's servers did in earlier turns; the model does not see these items.
 SKIPPED = ("web_search_call", "image_generation_call", "tool_search_call", "tool_search_output")
 ID_PREFIXES = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
     "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
 }  # fmt: skip
-# Thoughts in the field `encrypted_content`: readable, since they are also sent as plain text.
+# Begins `encrypted_content`. Thoughts are only encoded there, because they are sent as text, too.
 OPAQUE = "headroom:"
-LEFT_OUT_PART = "[{kind} left out: this model reads text only]"
 
 
 class PartBody(Body):
@@ -49,7 +51,7 @@ class PartBody(Body):
 
 
 def _as_parts(value: object) -> object:
-    """Return a text as a list of one part, so that all content is a list."""
+    """Return content as a list of parts; a text becomes one part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if value is not None and not isinstance(value, list):
@@ -87,26 +89,26 @@ class ItemBody(Body):
         for field in _REQUIRED.get(self.kind, ()):
             if getattr(self, field) is None:
                 raise ValueError(f"an item of type '{self.kind}' needs `{field}`")
-        if self.kind == "message" and self.role not in ROLES:
-            raise ValueError(f"there is no role {short(self.role)!r}, only {', '.join(ROLES)}")
+        if self.kind == "message" and self.role not in ITEM_ROLES:
+            raise ValueError(f"there is no role {short(self.role)!r}, only {', '.join(ITEM_ROLES)}")
         if self.kind not in (*_REQUIRED, *SKIPPED):
-            raise ValueError(f"items of type {short(self.kind)!r} cannot be read")
+            raise ValueError(f"items of type {short(self.kind)!r} are not supported")
         return self
 
     @property
     def kind(self) -> str:
-        """The type of the item; one that only has an id refers to another."""
+        """The type of the item; an item with only an id is a reference to another."""
         if self.type is not None:
             return self.type
         return "item_reference" if self.role is None and self.id is not None else "message"
 
     def shown(self) -> dict[str, Any]:
-        """Return the item as it is listed, with an id and the types of its parts."""
+        """Return the item as the API lists it, with an id and with types of parts."""
         item = self.model_dump(exclude_unset=True)
         item["type"] = self.kind
         if self.id is None:
             item["id"] = f"{ID_PREFIXES.get(self.kind, 'item')}_{uuid.uuid4().hex}"
-        if self.kind in ("message", *CALLS, *OUTPUTS):
+        if self.kind in ("message", *CALLS, *OUTPUT_ITEMS):
             item["status"] = item.get("status") or "completed"
         if self.kind == "message":
             item["content"] = [_typed(part, self.role) for part in item.get("content") or ()]
@@ -116,7 +118,7 @@ class ItemBody(Body):
 
 
 def _typed(part: dict[str, Any], role: str | None) -> dict[str, Any]:
-    """Return a part of a message with the type that its role has in this API."""
+    """Return a text part with the type that the API uses for the role."""
     if part["type"] not in ("text", "input_text", "output_text"):
         return part
     if role == "assistant":
@@ -139,7 +141,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 
 def input_items(value: object) -> object:
-    """Return a text as a list of one message of the user."""
+    """Return the input as a list of items; a text becomes a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if value is not None and not isinstance(value, list):
@@ -153,7 +155,7 @@ def hide(thought: str) -> str:
 
 
 def read_hidden(text: str | None) -> str:
-    """Return the thought in an `encrypted_content`; nothing if another server wrote it."""
+    """Return the thought in an `encrypted_content`; "" if another server wrote it."""
     if text is None or not text.startswith(OPAQUE):
         return ""
     try:
@@ -168,8 +170,8 @@ def make_messages(
     instructions: str | None,
     tools: OfferedTools,
 ) -> list[dict[str, Any]]:
-    """Return the messages of a chat."""
-    chat = _Chat(tools)
+    """Return items as the messages of a chat."""
+    chat = _MessageBuilder(tools)
     if instructions:
         chat.add_system(instructions)
     for item in earlier:
@@ -179,27 +181,27 @@ def make_messages(
     return chat.messages
 
 
-class _Chat:
-    """Messages as they grow by items."""
+class _MessageBuilder:
+    """Builds the messages of a chat from items, one after the other."""
 
     def __init__(self, tools: OfferedTools) -> None:
         self.messages: list[dict[str, Any]] = []
         self._tools = tools
-        self._called: dict[str, str] = {}  # the model's names of called tools, by call id
+        self._called: dict[str, str] = {}  # names of the called tools for the model, by call id
 
     def add(self, item: ItemBody, where: str) -> None:
-        """Add what one item says; `where` is its place in the body, for errors."""
+        """Add one item; `where` is its place in the body, which errors name."""
         if item.kind == "message":
             self._add_message(item, where)
         elif item.kind == "reasoning":
             self._add_thought(item)
         elif item.kind in CALLS:
             self._add_call(item)
-        elif item.kind in OUTPUTS:
+        elif item.kind in OUTPUT_ITEMS:
             self._add_output(item, where)
 
     def add_system(self, text: str) -> None:
-        """Add instructions; those at the beginning become one message, as templates expect."""
+        """Add a system message; those at the beginning become one, as templates expect."""
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
             self.messages[0]["content"] += f"\n\n{text}"
         else:
@@ -208,7 +210,7 @@ class _Chat:
     def _add_message(self, item: ItemBody, where: str) -> None:
         assert item.role is not None
         text = "\n".join(_texts(item.content, f"{where}.content"))
-        role = ROLES[item.role]
+        role = ITEM_ROLES[item.role]
         if role == "system":
             self.add_system(text)
         elif role == "user":
@@ -224,7 +226,7 @@ class _Chat:
         if not thought:
             return
         turn = self._assistant()
-        if turn["content"] or "tool_calls" in turn:  # a thought begins an answer
+        if turn["content"] or "tool_calls" in turn:  # a thought begins a new answer
             turn = self._new_assistant()
         known = turn.get("reasoning_content")
         turn["reasoning_content"] = f"{known}\n\n{thought}" if known else thought
@@ -248,8 +250,8 @@ class _Chat:
             raise RefusalError(
                 400,
                 "invalid_value",
-                f"There is no call with the id {short(call_id)!r} that this output answers.",
-                hint="Send the call's item, too, or give `previous_response_id`.",
+                f"This output answers the call {short(call_id)!r}, which is not in the input.",
+                hint="Send the item of the call, too, or `previous_response_id`.",
                 param=where,
             )
         words = [
@@ -266,7 +268,7 @@ class _Chat:
         )
 
     def _assistant(self) -> dict[str, Any]:
-        """Return the message that the assistant is writing."""
+        """Return the last message if it is the assistant's; else add one."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             return self.messages[-1]
         return self._new_assistant()
@@ -285,7 +287,7 @@ def _texts(parts: Iterable[PartBody] | None, where: str) -> Iterable[str]:
                 "invalid_value",
                 "A text part has no text."
                 if known
-                else f"Parts of type {short(part.type)!r} cannot be read, only text.",
+                else f"Parts of type {short(part.type)!r} are not supported, only text.",
                 param=f"{where}[{index}]",
             )
         yield part.words

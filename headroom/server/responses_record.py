@@ -8,10 +8,10 @@ from typing import Any, Literal
 from headroom.answers import AnswerDelta
 from headroom.server.openai_shared import usage_and_timings
 from headroom.server.refusals import Problem
-from headroom.server.responses_output import Event, new_id
+from headroom.server.responses_output import ResponseEvent, new_id
 
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
-# Events that end a stream. The API has none for a cancelled response.
+# The event that ends a stream, by status. The API has none for a cancelled response.
 LAST_EVENTS = {
     "completed": "response.completed",
     "incomplete": "response.incomplete",
@@ -22,11 +22,11 @@ LAST_EVENTS = {
 
 @dataclass(slots=True, eq=False)
 class ResponseRecord:
-    """One response while it is written and afterwards."""
+    """The state of one response, while it is being written and afterwards."""
 
     model: str
-    asked: Mapping[str, Any]  # the fields that repeat what was asked for
-    seed: int
+    asked: Mapping[str, Any]  # the fields that repeat the request
+    seed: int | None  # None before the model is loaded
     id: str = field(default_factory=lambda: new_id("resp"))
     created_at: int = field(default_factory=lambda: int(time.time()))
     status: Status = "in_progress"
@@ -34,7 +34,7 @@ class ResponseRecord:
     completed_at: int | None = None
     error: dict[str, Any] | None = None
     incomplete_details: dict[str, str] | None = None
-    last: AnswerDelta | None = None  # counts and times up to now
+    last: AnswerDelta | None = None  # the last delta so far: it has the counts and times
 
     def shown(self) -> dict[str, Any]:
         """Return the Response object as it is now."""
@@ -58,7 +58,7 @@ class ResponseRecord:
         return ResponseRecord(self.model, self.asked, self.seed, self.id, self.created_at)
 
     def end(self, status: Status, problem: Problem | None = None) -> None:
-        """Say how the response ended."""
+        """Record how the response ended."""
         self.status = status
         if status == "completed":
             self.completed_at = int(time.time())
@@ -67,12 +67,12 @@ class ResponseRecord:
         if problem is not None:
             self.error = {"code": "server_error", "message": problem.message}
 
-    def first_events(self) -> Iterator[Event]:
+    def first_events(self) -> Iterator[ResponseEvent]:
         """Yield the events that a stream begins with."""
         yield {"type": "response.created", "response": self.shown()}
         yield {"type": "response.in_progress", "response": self.shown()}
 
-    def last_event(self) -> Event:
+    def last_event(self) -> ResponseEvent:
         """Return the event that a stream ends with."""
         return {"type": LAST_EVENTS[self.status], "response": self.shown()}
 

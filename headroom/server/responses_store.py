@@ -1,27 +1,27 @@
-"""ResponseStore: responses that clients may ask for again or continue, as many as fit."""
+"""ResponseStore: the responses that clients can fetch or continue, within limits."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headroom.server.invalid_bodies import short
 from headroom.server.refusals import RefusalError
 from headroom.server.responses_output import count_json_bytes
 from headroom.server.responses_record import ResponseRecord
-from headroom.server.schemas import short
 
 Item = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response, what it was asked, and the response that it continues."""
+    """A response, its input, and the response that it continues."""
 
     record: ResponseRecord
     input: Sequence[Item]
     cancel: Callable[[], None]  # ends the answer, if it still runs
     previous: "StoredResponse | None" = None
-    bytes: int = 0  # as JSON, with all responses that it continues
+    bytes: int = 0  # size as JSON, with all responses that it continues
 
     @property
     def id(self) -> str:
@@ -29,7 +29,7 @@ class StoredResponse:
         return self.record.id
 
     def items(self) -> list[Item]:
-        """Return everything that was said up to the end of this response."""
+        """Return all items of the conversation up to the end of this response."""
         chain: list[StoredResponse] = []
         response: StoredResponse | None = self
         while response is not None:
@@ -38,16 +38,16 @@ class StoredResponse:
         return [item for one in reversed(chain) for item in (*one.input, *one.record.output)]
 
     def weigh(self) -> None:
-        """Measure the response anew."""
+        """Compute `bytes` again."""
         own = count_json_bytes([list(self.input), self.record.shown()])
         self.bytes = own + (0 if self.previous is None else self.previous.bytes)
 
 
 class ResponseStore:
-    """Keeps the responses that were used last, limited by their number and by their bytes.
+    """Keeps the most recently used responses, limited in number and in bytes.
 
-    A response holds those that it continues, also after they have left the store. Their bytes
-    count for each response that holds them, so the limit is never exceeded.
+    A response refers to those that it continues, even after the store has dropped them. So their
+    bytes count for each response that refers to them, and the limit holds.
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
@@ -56,18 +56,18 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()  # least recent first
 
     def add(self, response: StoredResponse) -> None:
-        """Keep a response; others may have to leave."""
+        """Store a response; drop others if a limit is exceeded."""
         response.weigh()
         self._responses[response.id] = response
         self._make_room()
 
     def changed(self, response: StoredResponse) -> None:
-        """Measure a response that has grown; it or others may have to leave."""
+        """Measure a response that has grown; drop it or others if a limit is exceeded."""
         response.weigh()
         self._make_room()
 
     def get(self, response_id: str) -> StoredResponse:
-        """Return a response, or refuse with 404."""
+        """Return a response; raise a RefusalError with 404 if it is not stored."""
         found = self._find(response_id)
         if found is None:
             raise RefusalError(
@@ -80,7 +80,7 @@ class ResponseStore:
         return found
 
     def previous(self, response_id: str | None) -> StoredResponse | None:
-        """Return the response that a new one continues; refuse an unknown or unfinished one."""
+        """Return the response that a new one continues; it must be stored and finished."""
         if response_id is None:
             return None
         found = self._find(response_id)
@@ -102,7 +102,7 @@ class ResponseStore:
         return found
 
     def find_item(self, item_id: str) -> Item | None:
-        """Return the input or output item of this id, looking at the last responses first."""
+        """Return the input or output item with this id, from the most recent response."""
         for response in reversed(self._responses.values()):
             for item in (*response.input, *response.record.output):
                 if item.get("id") == item_id:
@@ -110,13 +110,13 @@ class ResponseStore:
         return None
 
     def delete(self, response_id: str) -> StoredResponse:
-        """Return a response and keep it no longer, or refuse with 404."""
+        """Drop a response and return it; raise a RefusalError with 404 if it is not stored."""
         found = self.get(response_id)
         del self._responses[response_id]
         return found
 
     def discard(self, response_id: str) -> None:
-        """Keep a response no longer, if it is there."""
+        """Drop a response, if it is stored."""
         self._responses.pop(response_id, None)
 
     def _find(self, response_id: str) -> StoredResponse | None:

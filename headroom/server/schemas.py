@@ -1,6 +1,8 @@
-"""Request bodies: how they are read and checked, and the fields that several endpoints share."""
+"""Reads and checks request bodies; the fields that several endpoints share."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field as DataclassField
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
@@ -16,37 +18,38 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
-from headroom.engine.request import SamplingParams, user_settings
-from headroom.server.refusals import RefusalError, refuse_invalid
+from headroom.engine.request import MAX_COUNT, SamplingParams, user_settings
+from headroom.server.invalid_bodies import refuse_invalid, short, wrong_type, wrong_value
+from headroom.server.json_limits import check_json_size
+from headroom.server.refusals import RefusalError, shutting_down
 
 MAX_CHOICES = 128  # answers to one prompt
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
-MAX_COUNT = (1 << 31) - 1  # the largest count of tokens and the largest token id
 BODY_S = 60.0  # seconds that a client has to send a whole body
-# A body that is too long is read up to this many bytes, so that its sender gets to see the refusal.
+# What the model reads instead of a picture in a tool's result. Such a picture is not refused: the
+# client cannot change what the tool returned.
+LEFT_OUT_PART = "[{kind} left out: this model reads text only]"
+# A body that is too long is still read up to this many bytes: a client that cannot finish sending
+# would not read the error.
 DRAIN_BYTES = 64 << 20
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # the escape of half a surrogate pair
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 def _check_max_tokens(value: int) -> int:
-    """Refuse 0; the range of the field has refused what is below -1."""
+    """Refuse 0; the field's range already refuses numbers below -1."""
     if value == 0:
-        raise ValueError("input should be at least 1, or -1 for as many as the context holds")
+        raise wrong_value("at least 1, or -1 for as many as the context holds")
     return value
 
 
 MaxTokens = Annotated[int, Field(ge=-1, le=MAX_COUNT), AfterValidator(_check_max_tokens)]
-
-
-def wrong_type(expected: str) -> PydanticCustomError:
-    """Return the error for a value of the wrong type; `expected` says what it should be."""
-    return PydanticCustomError("wrong_type", "input should be {expected}", {"expected": expected})
 
 
 def token_ids(values: Iterable[object], expected: str) -> list[int]:
@@ -56,20 +59,20 @@ def token_ids(values: Iterable[object], expected: str) -> list[int]:
         if not isinstance(value, int) or isinstance(value, bool):
             raise wrong_type(expected)
         if not 0 <= value <= MAX_COUNT:
-            raise ValueError(f"there is no token {short(value)}")
+            raise ValueError(f"{short(value)} is not a token id")
         ids.append(value)
     return ids
 
 
 def prompt_list(value: object) -> list[str | list[int]]:
-    """Return the list of prompts; the field is one prompt or a list of them, texts or token ids."""
+    """Return a field's prompts as a list; each prompt is text or a list of token ids."""
     expected = "a text, a list of texts, a list of token ids or a list of such lists"
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
         raise wrong_type(expected)
     if not value:
-        raise ValueError("there is no prompt in the list")
+        raise ValueError("the list of prompts is empty")
     if isinstance(value[0], int):
         return [token_ids(value, expected)]
     prompts: list[str | list[int]] = []
@@ -80,12 +83,6 @@ def prompt_list(value: object) -> list[str | list[int]]:
     return prompts
 
 
-def short(value: object) -> str:
-    """Return a client's value as text for an error message, cut at 40 characters."""
-    text = str(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "beyond 64 bits"
-    return text if len(text) <= 40 else text[:40] + "..."
-
-
 def check_stops(value: object) -> tuple[str, ...]:
     """Return the texts that end an answer, or refuse them."""
     if value is None:
@@ -94,7 +91,7 @@ def check_stops(value: object) -> tuple[str, ...]:
     if not isinstance(stops, list):
         raise wrong_type("a text or a list of texts")
     if len(stops) > MAX_STOPS:
-        raise ValueError(f"{len(stops)} stop texts were given; at most {MAX_STOPS} are taken")
+        raise ValueError(f"{len(stops)} stop texts were given; at most {MAX_STOPS} are allowed")
     for stop in stops:
         if not isinstance(stop, str):
             raise wrong_type("a text or a list of texts")
@@ -121,17 +118,17 @@ def _check_bias(value: object) -> dict[int, float]:
 
 
 def unsupported(param: str, message: str) -> RefusalError:
-    """Return the refusal of a field that this server cannot honour."""
+    """Return the error for a field that this server does not support."""
     return RefusalError(400, "unsupported_parameter", message, param=param)
 
 
 def invalid(param: str, message: str) -> RefusalError:
-    """Return the refusal of a value that the field `param` cannot have."""
+    """Return the error for a value that the field `param` cannot have."""
     return RefusalError(400, "invalid_value", message, param=param)
 
 
 class Body(BaseModel):
-    """A JSON object; unknown fields are ignored, since clients send many."""
+    """A JSON object; unknown fields are ignored, because clients send many."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -142,8 +139,8 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-# Fields of other servers and of newer APIs that would change the answer, with the values that ask
-# for nothing beside the empty ones. Any other value is refused.
+# Fields of other servers and APIs that would change the answer and are not supported here. They may
+# have a value of EMPTY, or one of the values listed here, which change nothing; others are refused.
 NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (), "modalities": (["text"],),
@@ -158,12 +155,12 @@ NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
     "reasoning_format": ("auto", "deepseek", "parsed"),
 }  # fmt: skip
 EMPTY: tuple[object, ...] = (None, False, 0, "", "none", [], {})
-# As above, but an empty object or 0 asks for something, too.
+# Fields that are not supported, where even an empty object or 0 would change the answer.
 MUST_BE_NULL = ("web_search_options", "prompt_logprobs")
-# As above, but only null and true ask for nothing, for endpoints without such a field.
+# Fields that may only be null or true, at endpoints that do not declare them.
 MUST_BE_TRUE = ("skip_special_tokens", "add_generation_prompt")
-# Other servers' names of sampling settings.
-ALIASES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Names that other servers have for sampling settings.
+FOREIGN_NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 
 
 def _sampling_field(setting: "DataclassField[Any]") -> Any:
@@ -180,8 +177,7 @@ def _sampling_field(setting: "DataclassField[Any]") -> Any:
     if setting.name == "max_tokens":
         return MaxTokens | None, None
     low, high = setting.metadata["min"], setting.metadata["max"]
-    most = MAX_COUNT if high is None else high
-    return Annotated[int, Field(ge=low, le=most)] | None, None
+    return Annotated[int, Field(ge=low, le=high)] | None, None
 
 
 if TYPE_CHECKING:
@@ -198,10 +194,10 @@ else:
 
 def refuse_unhonoured(
     body: Mapping[str, Any],
-    fields: Mapping[str, tuple[object, ...]],  # by name: the values that ask for nothing
-    prefix: str = "",  # before the name of a field in errors: where the fields stand in the body
+    fields: Mapping[str, tuple[object, ...]],  # unsupported fields, and the values that do no harm
+    prefix: str = "",  # of field names in errors, such as "options." for the fields of an object
 ) -> None:
-    """Refuse a body whose fields ask for what the server cannot do."""
+    """Raise RefusalError if a body asks for something that the server does not support."""
     for name, neutral in fields.items():
         if name in body and body[name] not in (*EMPTY, *neutral):
             raise unsupported(
@@ -210,7 +206,7 @@ def refuse_unhonoured(
 
 
 class GenerationBody(SamplingFields):
-    """The fields that chat and completions share; null is the same as leaving a field out."""
+    """The fields that chat and completions share; null counts as a field that is left out."""
 
     model: str | None = None
     stream: bool | None = None
@@ -218,7 +214,7 @@ class GenerationBody(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
 
-    # As NOT_HONOURED, for the fields that one endpoint cannot honour and another can.
+    # Like NOT_HONOURED: the fields that this endpoint does not support, but others do.
     also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @model_validator(mode="before")
@@ -235,7 +231,7 @@ class GenerationBody(SamplingFields):
                 raise unsupported(name, f"`{name}` can only be true; leave it out.")
         renamed = {
             name: body[other]
-            for other, name in ALIASES.items()
+            for other, name in FOREIGN_NAMES.items()
             if other in body and body.get(name) is None
         }
         return {**body, **renamed}
@@ -247,7 +243,7 @@ class GenerationBody(SamplingFields):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """Whether a stream ends with a chunk that has the token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -255,17 +251,55 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> AnyBody:
-    """Return the request's body as `schema`, or refuse it."""
+    """Return the request's body as a `schema`; raise RefusalError if it cannot be one."""
     data = await _read_bytes(request, max_bytes)
+    _check_encoding(request)
+    check_json_size(data)
     try:
-        # Unlike the standard library's, this parser refuses NaN, deep nesting and lone surrogates.
-        value = from_json(data, allow_inf_nan=False)
+        value = _parse(data)
     except ValueError as error:
         raise RefusalError(400, "invalid_json", f"The body is not JSON: {error}.") from error
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        raise refuse_invalid(error) from error
+        raise refuse_invalid(error, value) from error
+
+
+def _check_encoding(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise RefusalError(
+            415,
+            "unsupported_media_type",
+            f"The body has the content encoding {encoding[:100]!r}; the server unpacks no bodies.",
+            hint="Send it without Content-Encoding.",
+        )
+
+
+def _parse(data: bytes) -> Any:
+    """Return the value of a JSON text; raise ValueError if it is not one.
+
+    Agents cut texts in the midst of a character, and write the half of its surrogate pair that is
+    left as an escape. It is read as the replacement character.
+    """
+    try:
+        # Unlike the standard library's, this parser refuses NaN, deep nesting and lone surrogates.
+        return from_json(data, allow_inf_nan=False)
+    except ValueError:
+        if (mended := _without_lone_surrogates(data)) is None:
+            raise
+        return from_json(mended, allow_inf_nan=False)
+
+
+def _without_lone_surrogates(data: bytes) -> bytes | None:
+    """Return a JSON text with replacement characters for lone surrogates; None if it has none."""
+    if SURROGATE.search(data) is None:
+        return None
+    try:
+        text = json.dumps(json.loads(data), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
@@ -274,8 +308,11 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     if too_long and int(announced) > DRAIN_BYTES:
         raise _too_long(max_bytes)
     data, seen = bytearray(), 0
+    service = request.app.state.service
+    limit = asyncio.timeout(BODY_S)
+    service.uploads.add(limit)
     try:
-        async with asyncio.timeout(BODY_S):
+        async with limit:
             async for piece in request.stream():
                 seen += len(piece)
                 if seen > DRAIN_BYTES:
@@ -283,10 +320,14 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
                 if seen <= max_bytes:
                     data += piece
     except TimeoutError as error:
+        if service.stopping:
+            raise shutting_down() from error
         message = f"The body did not arrive within {BODY_S:.0f} seconds."
         raise RefusalError(408, "request_timeout", message) from error
     except ClientDisconnect as error:
         raise RefusalError(400, "incomplete_body", "The body ended before its length.") from error
+    finally:
+        service.uploads.discard(limit)
     if too_long or seen > max_bytes:
         raise _too_long(max_bytes)
     return bytes(data)
@@ -297,5 +338,5 @@ def _too_long(max_bytes: int) -> RefusalError:
         413,
         "request_too_large",
         f"The body has more than {max_bytes} bytes.",
-        hint="The server's --max-body sets the limit.",
+        hint="Send less, or start the server with a larger --max-body.",
     )

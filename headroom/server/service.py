@@ -1,12 +1,13 @@
-"""Service: what every endpoint works with. Answers: what the engine says to one HTTP call."""
+"""Service: starts the answers to HTTP requests. Answers: the running answers to one request."""
 
 import asyncio
 import contextlib
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from headroom.answers import AnswerDelta, AnswerReader
 from headroom.engine.pooling import Vector, check_dimensions, shaped
@@ -16,21 +17,29 @@ from headroom.engine.request import (
     TokenConstraint,
     TokenEvent,
     new_seed,
+    with_defaults,
 )
 from headroom.errors import CapacityError, HeadroomError, RequestError
-from headroom.formats.sampling import with_defaults
 from headroom.llm import LLM, SEED_BITS
 from headroom.options import Options
-from headroom.server.holding import current_hold
+from headroom.server.holding import EVENTS, WaitingStream, current_hold
+from headroom.server.host_memory import giving_back
 from headroom.server.metrics import Metrics
-from headroom.server.refusals import RefusalError
+from headroom.server.refusals import RefusalError, shutting_down
+from headroom.server.request_log import current_record
 from headroom.server.schemas import unsupported
-from headroom.server.shelf import Lease, Place, Shelf
+from headroom.server.shelf import Lease, Shelf, ShelvedModel
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
 from headroom.text.fill_in import FillIn
 
+Returned = TypeVar("Returned")
 NewParser = Callable[[], AnswerParser | None]
+# Events that wait for a client at most; an event with 20 rivals takes about 3 KiB.
+UNREAD_EVENTS = 1024
+UNREAD_EVENTS_PER_ANSWER = 64
+PREPARING_THREADS = 4
+MOST_BIASES = 200_000  # of all answers to one HTTP call
 UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
 
 
@@ -40,24 +49,30 @@ def make_requests(
     settings: Mapping[str, Any],  # fields of SamplingParams; None: the field is left out
     answers_per_prompt: int = 1,
     *,
-    prompt_field: str,  # the field of the body that the prompts come from, for errors
+    prompt_field: str,  # the field of the body that holds the prompts; errors name it
     # Called for each answer with its `max_tokens`.
     new_constraint: Callable[[int | None], TokenConstraint | None] = lambda most: None,
 ) -> list[GenerationRequest]:
-    """Return the engine's requests: `answers_per_prompt` for each prompt, in this order.
+    """Return the engine's requests: `answers_per_prompt` for each prompt, prompt by prompt.
 
-    Settings that a client leaves out are the model's own defaults. All requests have one seed, and
-    each has a draw of its own, so that answers to equal prompts differ.
+    The model's own defaults stand for settings that a client leaves out. All requests have one seed
+    but different draws, so that answers to equal prompts differ.
     """
     given = {name: value for name, value in settings.items() if value is not None}
+    prompts = list(prompts)
+    _check_biases(len(given.get("logit_bias", ())), len(prompts) * answers_per_prompt)
     given = with_defaults(llm.default_sampling, {"seed": new_seed(SEED_BITS), **given})
     if given.get("max_tokens") == UNTIL_END:
         given["max_tokens"] = None
     requests: list[GenerationRequest] = []
-    for prompt in prompts:
-        for draw in range(len(requests), len(requests) + answers_per_prompt):
+    for prompt in map(tuple, prompts):
+        first = len(requests)
+        for draw in range(first, first + answers_per_prompt):
             params = SamplingParams(**{**given, "draw": draw})
-            requests.append(llm.request(prompt, params, new_constraint(params.max_tokens)))
+            made = llm.request(prompt, params, new_constraint(params.max_tokens))
+            if draw > first:
+                made = replace(made, prompt_logprobs=requests[first].prompt_logprobs)
+            requests.append(made)
         try:
             llm.engine.check(requests[-1])
         except RequestError as error:
@@ -67,22 +82,32 @@ def make_requests(
     return requests
 
 
+def _check_biases(biases: int, answers: int) -> None:
+    if biases * answers > MOST_BIASES:
+        raise RequestError(
+            f"logit_bias has {biases} tokens for each of {answers} answers; all together may have "
+            f"at most {MOST_BIASES}.",
+            hint="Ask for fewer answers at once, or bias fewer tokens.",
+            param="logit_bias",
+        )
+
+
 def fill_in_of(llm: LLM, suffix: str | None) -> FillIn | None:
-    """Return how the model fills the gap before a suffix, if there is one, or refuse the suffix."""
+    """Return the model's fill-in tokens; None without a suffix; refuse a suffix if it has none."""
     if suffix and llm.fill_in is None:
         raise unsupported(
             "suffix",
-            f"{llm.name} has no tokens to fill a gap between two texts, so it takes no `suffix`.",
+            f"{llm.name} has no tokens for filling in the middle, so `suffix` cannot be used.",
         )
     return llm.fill_in if suffix else None
 
 
 def no_parser() -> None:
-    """Return the parser of an answer that continues the prompt's text: none."""
+    """Return None: an answer that continues the prompt's text needs no parser."""
 
 
 class Answers:
-    """The answers to several requests as one stream of deltas; its reader must close it."""
+    """The answers to several engine requests, as one stream of deltas that must be closed."""
 
     def __init__(
         self,
@@ -91,33 +116,54 @@ class Answers:
         metrics: Metrics,
         new_parser: NewParser = no_parser,  # called once for each answer
         lease: Lease | None = None,  # keeps the model loaded; released when the answers are closed
+        *,
+        only_prompts: bool = False,  # report nothing of the generated tokens
     ) -> None:
         assert requests
         self.llm = llm
         self._lease = lease
+        self._only_prompts = only_prompts
         self.count = len(requests)
         self.prompt_tokens = len(requests[0].prompt)  # of the first answer
-        self.seed = requests[0].params.seed  # one for all, the client's or a drawn one
+        self.seed = requests[0].params.seed  # of all answers: the client's, or a random one
         self._engine = llm.engine
         self._metrics = metrics
+        self._record = current_record()
         self._readers = {
             request.id: AnswerReader(request, llm.tokenizer, llm.engine, index, new_parser())
             for index, request in enumerate(requests)
         }
         self._unfinished = set(self._readers)
+        self.is_cut = False  # the answers were cancelled because their client does not read
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[TokenEvent | HeadroomError] = asyncio.Queue()
+        self._most_unread = UNREAD_EVENTS + UNREAD_EVENTS_PER_ANSWER * len(requests)
         try:
             for request in requests:
                 self._engine.submit(request, self._receive)
+                self._record.prompt_tokens += len(request.prompt)
         except HeadroomError:
             self.close()
             raise
 
     def _receive(self, event: TokenEvent) -> None:
-        # The engine's thread calls this, and must not fail if the event loop has ended.
+        # The engine's thread calls this; it must not fail if the event loop has ended.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._take, event)
+
+    def _take(self, event: TokenEvent) -> None:
+        if not self._unfinished or self.is_cut:
+            return
+        if event.token is not None:
+            self._record.add_token()
+        if self._events.qsize() >= self._most_unread:
+            # The engine cannot wait for a client that does not read, and memory is bounded.
+            self.is_cut = True
+            message = f"The client left {self._events.qsize()} events unread."
+            hint = "Read the stream as it comes."
+            self.fail(RefusalError(503, "slow_client", message, hint=hint))
+            return
+        self._events.put_nowait(event)
 
     async def deltas(self) -> AsyncGenerator[AnswerDelta, None]:
         """Yield the deltas of all answers as they come, until every answer has ended."""
@@ -126,10 +172,10 @@ class Answers:
                 event = await self._events.get()
                 if isinstance(event, HeadroomError):
                     raise event
-                # The engine may generate a few tokens after a stop text has ended an answer.
+                # After a stop text has ended an answer, the engine may still send a few tokens.
                 if event.request_id in self._unfinished:
                     delta = self._read(event)
-                    if delta.adds or delta.finish_reason:
+                    if delta.shows or delta.finish_reason:
                         yield delta
         finally:
             self.close()
@@ -139,11 +185,11 @@ class Answers:
         if delta.finish_reason == "error":
             raise RefusalError(500, "generation_failed", delta.error or "The engine failed.")
         if delta.finish_reason == "cancelled":
-            raise RefusalError(503, "cancelled", "The answer was cancelled by the server.")
+            raise RefusalError(503, "cancelled", "The server cancelled the answer.")
         if delta.finish_reason is not None:
             self._unfinished.discard(event.request_id)
             self._metrics.answer_ended(delta.timings, delta.generated_tokens)
-        return delta
+        return _without_tokens(delta) if self._only_prompts else delta
 
     def fail(self, error: HeadroomError) -> None:
         """Cancel the requests and end the stream with an error."""
@@ -151,25 +197,38 @@ class Answers:
         self._events.put_nowait(error)
 
     def close(self) -> None:
-        """Cancel the requests that still run."""
+        """Cancel the requests that still run, and release the model."""
         for request_id in self._unfinished:
             self._engine.cancel(request_id)
         if self._lease is not None:
             self._lease.release()
 
 
+def _without_tokens(delta: AnswerDelta) -> AnswerDelta:
+    """Return a delta without its token and text; what it says of the prompt stays."""
+    return replace(
+        delta,
+        text="",
+        token=None,
+        logprobs=None,
+        shown_tokens=(),
+        generated_tokens=0,
+        finish_reason=None if delta.finish_reason is None else "length",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The vectors of several texts."""
+    """The embedding vectors of several texts."""
 
     vectors: list[Vector]  # of length 1
     prompt_tokens: int  # of all texts
 
 
 async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]:
-    """Run requests for vectors, at most half as many at once as the engine takes in all.
+    """Run requests for vectors and return the vectors in order.
 
-    The other half of its queue is for other clients.
+    At most half of the engine's queue is used, so that other clients find room.
     """
     most = max(1, llm.engine.capacity // 2)
     loop, waiting = asyncio.get_running_loop(), deque(requests)
@@ -178,7 +237,7 @@ async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]
     vectors: dict[str, Vector] = {}
 
     def receive(event: TokenEvent) -> None:
-        # The engine's thread calls this, and must not fail if the event loop has ended.
+        # The engine's thread calls this; it must not fail if the event loop has ended.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -191,11 +250,12 @@ async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]
                     if not running:
                         raise
                     break
+                current_record().prompt_tokens += len(waiting[0].prompt)
                 running.add(waiting.popleft().id)
             event = await events.get()
             running.discard(event.request_id)
             if event.finish_reason == "cancelled":
-                raise RefusalError(503, "cancelled", "The request was cancelled by the server.")
+                raise RefusalError(503, "cancelled", "The server cancelled the request.")
             if event.vector is None:
                 raise RefusalError(500, "generation_failed", event.error or "The engine failed.")
             vectors[event.request_id] = event.vector
@@ -206,33 +266,59 @@ async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]
 
 
 class Service:
-    """What every endpoint works with: models, settings, metrics, and the running answers."""
+    """What all endpoints share: the models, the settings, the metrics and the running answers."""
 
-    def __init__(self, models: Shelf | LLM, options: Options, metrics: Metrics) -> None:
-        self.shelf = models if isinstance(models, Shelf) else Shelf.of_loaded(models, options)
+    def __init__(self, shelf: Shelf, options: Options, metrics: Metrics) -> None:
+        self.shelf = shelf
         self.options = options
         self.metrics = metrics
         self.stopping = False
-        # Weak references: answers leave the set when their stream is over and freed.
+        self.uploads: set[asyncio.Timeout] = set()  # of bodies that are being received
+        self._ended = False  # `stop` was called
+        self._preparing = 0  # requests that are prepared in threads, or wait for that
+        self._threads = ThreadPoolExecutor(PREPARING_THREADS, "prepare")
+        # Weak references: answers leave the set when nobody reads their stream any more.
         self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
+
+    async def in_thread(self, work: Callable[..., Returned], *given: Any) -> Returned:
+        """Return `work(*given)`, computed in a thread, so that other clients are not held up.
+
+        Templates, tokenizers and grammars take seconds for long inputs. As many requests may wait
+        for a thread as for the engine.
+        """
+        if self._ended:
+            raise shutting_down()
+        if self._preparing >= self.options.queue:
+            raise CapacityError(
+                f"{self._preparing} requests are being prepared, which is the limit.",
+                hint="Try again later, or raise --queue.",
+            )
+        self._preparing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, giving_back, work, *given)
+        finally:
+            self._preparing -= 1
 
     def start(
         self,
         llm: LLM,
         requests: Sequence[GenerationRequest],
         new_parser: NewParser = no_parser,
+        *,
+        only_prompts: bool = False,  # report nothing of the generated tokens
     ) -> Answers:
-        """Hand requests to a model's engine; if it refuses one, the others are cancelled."""
+        """Hand requests to a model's engine; if it refuses one, all are cancelled."""
         if self.stopping:
-            raise _shutting_down()
+            raise shutting_down()
         if len(requests) > (most := llm.engine.capacity):
             raise RequestError(
-                f"{len(requests)} answers are asked for, and the server takes {most} at once.",
+                f"{len(requests)} answers were asked for; the server gives at most {most} at once.",
                 hint="Ask for fewer, or start the server with a larger --queue.",
                 param="n",
             )
         lease = self.shelf.hold_again(llm)
-        answers = Answers(llm, requests, self.metrics, new_parser, lease)
+        answers = Answers(llm, requests, self.metrics, new_parser, lease, only_prompts=only_prompts)
         self._running.add(answers)
         return answers
 
@@ -243,9 +329,9 @@ class Service:
         settings: Mapping[str, Any],  # fields of SamplingParams; None: the model's default
         *,
         n: int = 1,
-        messages_field: str = "messages",  # the API's field of the conversation, for errors
+        messages_field: str = "messages",  # the API's field of the conversation; errors name it
     ) -> Answers:
-        """Start `n` answers to a conversation; every chat API goes this way."""
+        """Start `n` answers to a conversation; every chat API calls this."""
 
         def prepare() -> tuple[list[GenerationRequest], NewParser]:
             try:
@@ -264,8 +350,7 @@ class Service:
             )
             return requests, prompt.new_parser
 
-        # Encoding a long prompt takes a while; in a thread it does not hold up other clients.
-        requests, new_parser = await asyncio.to_thread(prepare)
+        requests, new_parser = await self.in_thread(prepare)
         return self.start(llm, requests, new_parser)
 
     async def embed(
@@ -274,11 +359,11 @@ class Service:
         texts: Sequence[str | Sequence[int]],
         *,
         dimensions: int | None = None,
-        input_field: str = "input",  # the API's field of the texts, for errors
+        input_field: str = "input",  # the API's field of the texts; errors name it
     ) -> Embeddings:
-        """Return the vectors of texts; the engine runs as many together as it takes."""
+        """Return the embedding vectors of texts; several texts run together."""
         if self.stopping:
-            raise _shutting_down()
+            raise shutting_down()
         check_dimensions(dimensions, llm.hidden_size)
 
         def prepare() -> list[GenerationRequest]:
@@ -291,51 +376,72 @@ class Service:
                     raise
             return requests
 
-        requests = await asyncio.to_thread(prepare)
+        requests = await self.in_thread(prepare)
         found = await _pool(llm, requests)
         return Embeddings(
             vectors=[shaped(vector, dimensions) for vector in found],
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
 
-    def stop(self) -> None:
-        """Take no more requests and end those that run."""
+    def refuse_requests(self) -> None:
+        """Refuse new requests, and those whose bodies are being received."""
         self.stopping = True
         self.shelf.stop()
+        now = asyncio.get_running_loop().time()
+        for upload in self.uploads:
+            upload.reschedule(now)
+
+    def stop(self) -> None:
+        """End the requests that run."""
+        self._ended = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for answers in list(self._running):
-            answers.fail(_shutting_down())
+            answers.fail(shutting_down())
 
     async def model(
-        self, name: str | None, *, exact: bool = False, streams: bool | None = False
+        self,
+        name: str | None,
+        *,
+        exact: bool = False,
+        streams: bool | None = False,
+        waiting: WaitingStream = EVENTS,
     ) -> LLM:
-        """Return the model of this name, after loading it; a request need not name one.
+        """Return the model of this name, loaded; without a name, the server's first model.
 
-        The model stays loaded until the HTTP request ends. If the request `streams` server-sent
-        events, its client gets comments while the model is loaded. An only model also answers to
-        other names, because agents have names built in, unless `exact` or --strict-model is given.
+        The model stays loaded until the HTTP request ends. If the request `streams` its answer, its
+        client gets signs of life during the load, as `waiting` says. A server with one model
+        accepts any name, because agents have names built in, unless `exact` or --strict-model is
+        set.
         """
-        place = self.place(name, exact=exact)
+        shelved = self.find_shelved(name, exact=exact)
+        if (loading := self.shelf.first_load) is not None:
+            raise RefusalError(
+                503,
+                "loading",
+                f"{self.shelf.models[0].name} is being loaded: {loading.share:.0%} are done.",
+                hint="Try again in some seconds; GET /health tells when the server is ready.",
+            )
         hold = current_hold()
-        if hold is None:  # no HTTP request: the answers keep the model loaded
-            lease = await self.shelf.hold(place)
+        if hold is None:  # not called by an HTTP request: the answers keep the model loaded
+            lease = await self.shelf.hold(shelved)
             lease.release()
             return lease.llm
-        if (held := hold.llm_of(place)) is not None:
+        if (held := hold.llm_of(shelved)) is not None:
             return held
-        if not streams or (place.llm is not None and not place.leaving):
-            lease = await self.shelf.hold(place)
+        if not streams or (shelved.llm is not None and not shelved.leaving):
+            lease = await self.shelf.hold(shelved)
         else:
-            lease = await hold.wait(self.shelf.hold(place), self.options.keep_alive)
+            lease = await hold.wait(self.shelf.hold(shelved), waiting, self.options.keep_alive)
         hold.add(lease)
         return lease.llm
 
-    def place(self, name: str | None, *, exact: bool = False) -> Place:
-        """Return the place of the model that a request asks for, loaded or not."""
+    def find_shelved(self, name: str | None, *, exact: bool = False) -> ShelvedModel:
+        """Return the model that a request asks for, loaded or not."""
         shelf = self.shelf
         if not name:
-            return shelf.places[0]
-        if (place := shelf.find(name)) is not None:
-            return place
+            return shelf.models[0]
+        if (shelved := shelf.find(name)) is not None:
+            return shelved
         if exact or self.options.strict_model or shelf.several:
             names = ", ".join(map(repr, shelf.names))
             raise RefusalError(
@@ -345,8 +451,4 @@ class Service:
                 hint=f"This server has {names}.",
                 param="model",
             )
-        return shelf.places[0]
-
-
-def _shutting_down() -> RefusalError:
-    return RefusalError(503, "shutting_down", "The server is shutting down.")
+        return shelf.models[0]

@@ -1,10 +1,11 @@
-"""Shelf: the models of a server by name; it loads them on demand and unloads idle ones."""
+"""Shelf: the models of a server; loads a model for its first request, and unloads idle ones."""
 
 import asyncio
 import gc
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,14 +17,17 @@ from headroom.engine.engine import Engine
 from headroom.errors import DeviceError, HeadroomError, PlanError, is_out_of_memory
 from headroom.llm import LLM
 from headroom.options import Options
+from headroom.progress import LoadProgress, LoadStep, ignore_progress
 from headroom.server.model_card import (
+    HOST,
     ModelCard,
     available_bytes,
     loaded_card,
     planned_bytes,
+    planned_card,
     read_card,
 )
-from headroom.server.refusals import RefusalError
+from headroom.server.refusals import RefusalError, shutting_down
 from headroom.split.choice import make_run_plan
 from headroom.units import gib
 
@@ -31,20 +35,32 @@ log = logging.getLogger("headroom.server")
 
 LATEST = ":latest"  # the tag that clients of Ollama add to names
 NEVER = math.inf  # as idle seconds: the model stays loaded
-Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
+
+
+@dataclass(slots=True)
+class FirstLoad:
+    """The progress of loading the first model, which begins when the server starts."""
+
+    done: int = 0
+    total: int = 0
+
+    @property
+    def share(self) -> float:
+        """The part that is loaded, from 0 to 1."""
+        return self.done / self.total if self.total else 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """The place of one model on the shelf, loaded or not; the shelf alone changes it."""
+class ShelvedModel:
+    """One model of the shelf, loaded or not; only the shelf changes it."""
 
     card: ModelCard
     options: Options  # of this model
     idle_s: float  # seconds without a request after which the model is unloaded
-    llm: LLM | None = None
-    taken: Mapping[str, int] | None = None  # bytes by device, if loaded
-    leases: int = 0  # requests that use the model
-    leaving: bool = False  # it is unloaded as soon as no request uses it
+    llm: LLM | None = None  # None: not loaded
+    taken: Mapping[str, int] | None = None  # planned bytes by device; None: not loaded
+    leases: int = 0  # number of requests that use the model
+    leaving: bool = False  # it will be unloaded as soon as no request uses it
     last_used: float = 0.0  # time.monotonic()
     load_s: float = 0.0  # seconds that the last load took
     loads: int = 0
@@ -59,12 +75,12 @@ class Place:
 
     @property
     def context(self) -> int | None:
-        """The tokens that one conversation may hold; None if the model does not fit."""
+        """The context of one sequence, in tokens; None if the model has no plan."""
         return self.llm.context if self.llm is not None else self.card.context
 
     @property
     def thinks(self) -> bool:
-        """Whether the model writes thoughts; before it is loaded, a guess by its chat template."""
+        """Whether the model writes thoughts; until it is loaded, guessed from its chat template."""
         if self.llm is not None:
             return self.llm.reasoning is not None
         return "think" in (self.card.chat_template or "")
@@ -75,8 +91,13 @@ class Place:
         return self.card.path is not None
 
     @property
+    def idle_for_s(self) -> float:
+        """Seconds since the last request ended, or since the load; 0 while a request runs."""
+        return 0.0 if self.leases else time.monotonic() - self.last_used
+
+    @property
     def idle_left_s(self) -> float:
-        """Seconds until the model is unloaded, if nobody asks for it."""
+        """Seconds until the model is unloaded, if no request comes."""
         if self.leases or not self.removable:
             return self.idle_s if self.removable else NEVER
         return max(0.0, self.last_used + self.idle_s - time.monotonic())
@@ -85,23 +106,23 @@ class Place:
 class Lease:
     """Keeps a model loaded until `release` is called."""
 
-    def __init__(self, shelf: "Shelf", place: Place, llm: LLM) -> None:
+    def __init__(self, shelf: "Shelf", shelved: ShelvedModel, llm: LLM) -> None:
         self.llm = llm
-        self.place = place
+        self.shelved = shelved
         self._shelf: Shelf | None = shelf
 
     def release(self) -> None:
         """Let the model be unloaded; further calls do nothing."""
         if self._shelf is not None:
-            self._shelf._release(self.place)
+            self._shelf._release(self.shelved)
             self._shelf = None
 
 
 class Shelf:
-    """All models that a server can answer with; the first one answers if none is named.
+    """All models of a server; the first one answers requests that name none.
 
-    Everything but `load_first` and `close` runs in the server's event loop. Models are loaded and
-    unloaded in threads, one at a time, in the order in which they were asked for.
+    All methods but `load_first` and `close` run in the server's event loop. Models are loaded and
+    unloaded in threads, one at a time, in the order of the requests.
     """
 
     def __init__(
@@ -109,16 +130,16 @@ class Shelf:
     ) -> None:
         assert cards
         idle_s = options.idle_unload if options.idle_unload else NEVER
-        self.places = [
-            Place(card, _options_of(card, options, single=len(cards) == 1), idle_s)
+        self.models = [
+            ShelvedModel(card, _options_of(card, options, single=len(cards) == 1), idle_s)
             for card in cards
         ]
         self._open_llm = open_llm
-        self._turn = asyncio.Lock()  # held by the task that loads or unloads
+        self._turn = asyncio.Lock()  # held by the task that loads or unloads a model
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
-        # Bytes that were available of each device when nothing was loaded.
-        self._available: dict[str, int] = {}
+        self.first_load: FirstLoad | None = None  # None: not announced, or done
+        self._available: dict[str, int] = {}  # bytes by device when no model was loaded
         for card in cards:
             self._note_available(card)
 
@@ -128,13 +149,15 @@ class Shelf:
     ) -> "Shelf":
         """Return the shelf of some models on disk; none is loaded yet.
 
-        Several models are planned, each without the others. An only one is planned by its load.
+        Several models are planned now, each as if it were alone. A single one is planned when it
+        is loaded.
         """
         planned = len(models) > 1
         cards = [read_card(name, path, options, planned=planned) for name, path in models.items()]
         for card in cards:
-            if card.error is not None and card is not cards[0]:  # the first one's error is raised
-                log.warning("shelf: %s cannot be loaded: %s", card.name, card.error)
+            wrong = card.error or card.unfit
+            if wrong is not None and card is not cards[0]:  # the first one's error is raised
+                log.warning("shelf: %s cannot be loaded: %s", card.name, wrong)
             elif card.plan is not None:
                 needed = " + ".join(f"{gib(n)} of {d}" for d, n in _planned(card).items())
                 log.info("shelf: %s, context %d, needs %s", card.name, card.context, needed)
@@ -144,79 +167,100 @@ class Shelf:
     def of_loaded(cls, llm: LLM, options: Options) -> "Shelf":
         """Return the shelf of one model that the caller has loaded and will close."""
         shelf = cls([loaded_card(llm)], options)
-        shelf.places[0].llm = llm
+        shelf.models[0].llm = llm
+        shelf.models[0].last_used = time.monotonic()
         return shelf
+
+    def add_aliases(self, aliases: Mapping[str, Path | None]) -> None:
+        """Let clients choose the shelf's models by aliases, too; `aliases` maps them to files."""
+        for shelved in self.models:
+            path = shelved.card.path
+            own = {name.lower() for name, at in aliases.items() if path and at == path.absolute()}
+            shelved.card = replace(shelved.card, aliases=frozenset(own))
 
     @property
     def several(self) -> bool:
         """Whether there is more than one model."""
-        return len(self.places) > 1
+        return len(self.models) > 1
 
     @property
     def names(self) -> list[str]:
         """The names of all models."""
-        return [place.name for place in self.places]
+        return [shelved.name for shelved in self.models]
 
     def engines(self) -> dict[str, Engine]:
-        """Return the engines of the loaded models, by the models' names."""
-        loaded = [(place.name, place.llm) for place in list(self.places)]
+        """Return the engines of the loaded models, by model name."""
+        loaded = [(shelved.name, shelved.llm) for shelved in list(self.models)]
         return {name: llm.engine for name, llm in loaded if llm is not None}
 
-    def find(self, name: str) -> Place | None:
-        """Return the place of a model; case and the tag `:latest` do not matter."""
+    def find(self, name: str) -> ShelvedModel | None:
+        """Return the model of that name or alias; case and the tag `:latest` do not matter."""
         wanted = name.strip().lower()
         for text in (wanted, wanted.removesuffix(LATEST)):
-            for place in self.places:
-                if place.name.lower() == text:
-                    return place
+            for shelved in self.models:
+                if shelved.name.lower() == text or text in shelved.card.aliases:
+                    return shelved
         return None
 
-    def load_first(self, progress: Progress = lambda done, total: None) -> None:
-        """Load the first model, before the server starts; its errors are the caller's."""
-        place = self.places[0]
-        if place.card.error is not None:
-            raise place.card.error
-        self._open(place, {}, progress)
+    def announce_first_load(self) -> FirstLoad:
+        """Refuse requests until `load_first` has loaded the first model."""
+        self.first_load = self.first_load or FirstLoad()
+        return self.first_load
 
-    async def hold(self, place: Place) -> Lease:
+    def load_first(self, progress: LoadProgress = ignore_progress) -> None:
+        """Load the first model, before the server accepts requests; its errors are raised."""
+        shelved = self.models[0]
+        if (wrong := shelved.card.error or shelved.card.unfit) is not None:
+            raise wrong
+        load = self.announce_first_load()
+
+        def show(done: int, total: int, step: LoadStep = "loading") -> None:
+            if step == "loading":
+                load.done, load.total = done, total
+            progress(done, total, step)
+
+        self._open(shelved, {}, show)
+        self.first_load = None
+
+    async def hold(self, shelved: ShelvedModel) -> Lease:
         """Load the model if it is not loaded, and keep it loaded until the lease is released."""
-        while place.llm is None or place.leaving:
-            if place.card.error is not None:
-                raise not_loaded(place, place.card.error)
-            if place.loading is None:
-                place.loading = self._start(self._load(place))
-            # Other requests wait for this load, too: it goes on if one of them is cancelled.
-            await asyncio.shield(place.loading)
-        return self._lease(place, place.llm)
+        while shelved.llm is None or shelved.leaving:
+            if shelved.card.error is not None:
+                raise not_loaded(shelved, shelved.card.error)
+            if shelved.loading is None:
+                shelved.loading = self._start(self._load(shelved))
+            # Several requests may wait for this load: cancelling one must not cancel the load.
+            await asyncio.shield(shelved.loading)
+        return self._lease(shelved, shelved.llm)
 
     def hold_again(self, llm: LLM) -> Lease | None:
-        """Return one more lease of a loaded model; None if it is not of this shelf."""
-        for place in self.places:
-            if place.llm is llm:
-                return self._lease(place, llm)
+        """Return another lease of a loaded model; None if the model is not on this shelf."""
+        for shelved in self.models:
+            if shelved.llm is llm:
+                return self._lease(shelved, llm)
         return None
 
-    def keep(self, place: Place, idle_s: float) -> None:
+    def keep(self, shelved: ShelvedModel, idle_s: float) -> None:
         """Set after how many seconds without a request a model is unloaded."""
-        place.idle_s = idle_s
-        if not place.leases:
-            self._set_timer(place)
+        shelved.idle_s = idle_s
+        if not shelved.leases:
+            self._set_timer(shelved)
 
-    async def unload(self, place: Place) -> None:
-        """Unload a model as soon as no request uses it; one that the caller loaded stays."""
-        if not place.removable:
+    async def unload(self, shelved: ShelvedModel) -> None:
+        """Unload a model as soon as no request uses it; a model without a file stays loaded."""
+        if not shelved.removable:
             return
         async with self._turn:
-            if place.llm is not None:
-                await self._unload(place)
+            if shelved.llm is not None:
+                await self._unload(shelved)
 
     def close(self) -> None:
-        """Close all models that the shelf has loaded; the event loop has ended."""
+        """Close all models that the shelf has loaded, after the event loop has ended."""
         self._stopping = True
-        for place in self.places:
-            if place.removable and place.llm is not None:
-                place.llm.close()
-                place.llm = None
+        for shelved in self.models:
+            if shelved.removable and shelved.llm is not None:
+                shelved.llm.close()
+                shelved.llm = None
 
     def __enter__(self) -> "Shelf":
         return self
@@ -230,45 +274,45 @@ class Shelf:
         self.close()
 
     def stop(self) -> None:
-        """Load no more models: the server is about to end."""
+        """Load no more models, because the server stops."""
         self._stopping = True
 
     def start_timers(self) -> None:
-        """Begin to count the idle seconds of models that were loaded before the server started."""
-        for place in self.places:
-            self._set_timer(place)
+        """Start the idle timers of models that were loaded before the event loop ran."""
+        for shelved in self.models:
+            self._set_timer(shelved)
 
     # Leases
 
-    def _lease(self, place: Place, llm: LLM) -> Lease:
-        place.leases += 1
-        if place.timer is not None:
-            place.timer.cancel()
-            place.timer = None
-        return Lease(self, place, llm)
+    def _lease(self, shelved: ShelvedModel, llm: LLM) -> Lease:
+        shelved.leases += 1
+        if shelved.timer is not None:
+            shelved.timer.cancel()
+            shelved.timer = None
+        return Lease(self, shelved, llm)
 
-    def _release(self, place: Place) -> None:
-        place.leases -= 1
-        place.last_used = time.monotonic()
-        if place.leases:
+    def _release(self, shelved: ShelvedModel) -> None:
+        shelved.leases -= 1
+        shelved.last_used = time.monotonic()
+        if shelved.leases:
             return
-        if place.unused is not None:
-            place.unused.set()
-        self._set_timer(place)
+        if shelved.unused is not None:
+            shelved.unused.set()
+        self._set_timer(shelved)
 
-    def _set_timer(self, place: Place) -> None:
-        if place.timer is not None:
-            place.timer.cancel()
-            place.timer = None
-        if place.llm is None or place.leaving or not place.removable or self._stopping:
+    def _set_timer(self, shelved: ShelvedModel) -> None:
+        if shelved.timer is not None:
+            shelved.timer.cancel()
+            shelved.timer = None
+        if shelved.llm is None or shelved.leaving or not shelved.removable or self._stopping:
             return
-        if place.idle_s < NEVER:
+        if shelved.idle_s < NEVER:
             loop = asyncio.get_running_loop()
-            place.timer = loop.call_later(place.idle_left_s, self._expire, place)
+            shelved.timer = loop.call_later(shelved.idle_left_s, self._expire, shelved)
 
-    def _expire(self, place: Place) -> None:
-        place.timer = None
-        self._start(self._unload_idle(place))
+    def _expire(self, shelved: ShelvedModel) -> None:
+        shelved.timer = None
+        self._start(self._unload_idle(shelved))
 
     def _start(self, work: "asyncio._CoroutineLike[None]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
@@ -279,50 +323,84 @@ class Shelf:
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # taken, so that it is not reported again if all waiters have left
+            task.exception()  # read it, or asyncio reports it if no request waits any more
 
     # Loading and unloading
 
-    async def _load(self, place: Place) -> None:
+    async def _load(self, shelved: ShelvedModel) -> None:
         try:
             async with self._turn:
                 if self._stopping:
-                    raise _stopping()
-                if place.llm is not None:
+                    raise shutting_down()
+                if shelved.llm is not None:
                     return
-                left = await self._make_room(place)
-                await asyncio.to_thread(self._open, place, left, lambda done, total: None)
-            self._set_timer(place)
+                left = await self._make_room(shelved)
+                await asyncio.to_thread(self._open, shelved, left, ignore_progress)
+            self._set_timer(shelved)
         except Exception as error:
-            log.error("shelf: %s was not loaded: %s", place.name, error)
-            raise not_loaded(place, error) from error
+            log.error("shelf: %s was not loaded: %s", shelved.name, error)
+            raise not_loaded(shelved, error) from error
         finally:
-            place.loading = None
+            shelved.loading = None
 
-    async def _make_room(self, place: Place) -> dict[str, int]:
-        """Unload other models until this one fits; return the bytes that are left by device."""
-        shape = place.card.shape
+    async def _make_room(self, shelved: ShelvedModel) -> dict[str, int]:
+        """Unload other models until this one fits; return the free bytes by device.
+
+        If it would not fit even without the others, nothing is unloaded and PlanError is raised.
+        """
+        if shelved.card.plan is None:
+            await self._plan_again(shelved)
+        shape = shelved.card.shape
         assert shape is not None
-        fixed = place.card.fixed(place.options)
+        fixed = shelved.card.fixed(shelved.options)
+        possible = False  # it is known that the model fits without the others
         while True:
             left = self._left()
             try:
                 await asyncio.to_thread(make_run_plan, shape, fixed, left)
                 return left
             except (PlanError, DeviceError):
-                others = [x for x in self.places if x.llm is not None and x.removable]
+                others = [
+                    other for other in self.models if other.llm is not None and other.removable
+                ]
                 if not others:
                     raise
-            # Models that nobody uses go first, and of these the one that waited longest.
-            victim = min(others, key=lambda other: (other.leases > 0, other.last_used))
-            log.info("shelf: %s makes room for %s", victim.name, place.name)
-            await self._unload(victim)
+            if not possible:
+                held = self._held()
+                await asyncio.to_thread(make_run_plan, shape, fixed, self._available, held)
+                possible = True
+            # Models without requests go first, least recently used first.
+            leaving = min(others, key=lambda other: (other.leases > 0, other.last_used))
+            log.info("shelf: %s makes room for %s", leaving.name, shelved.name)
+            await self._unload(leaving)
+
+    async def _plan_again(self, shelved: ShelvedModel) -> None:
+        """Plan a model that did not fit before; raise its error if it still does not fit."""
+        # The system counts mapped files of loaded models as available host memory, so host memory
+        # that these models hold must not be added once more.
+        held = {device: size for device, size in self._held().items() if device != HOST}
+        card, options = shelved.card, shelved.options
+        shelved.card = card = await asyncio.to_thread(planned_card, card, options, held)
+        if card.unfit is not None:
+            raise card.unfit
+        assert card.plan is not None
+        log.info("shelf: %s fits now", card.name)
+        for device, size in available_bytes(card.plan).items():
+            self._available[device] = max(size, self._available.get(device, 0))
+
+    def _held(self) -> dict[str, int]:
+        """Return by device the bytes that unloading all models would free, as planned."""
+        held: Counter[str] = Counter()
+        for shelved in self.models:
+            if shelved.removable:
+                held.update(shelved.taken or {})
+        return dict(held)
 
     def _left(self) -> dict[str, int]:
-        """Return the bytes that loaded models leave of each device, by their plans."""
+        """Return by device the bytes that the loaded models leave free, as planned."""
         left = dict(self._available)
-        for place in self.places:
-            for device, size in (place.taken or {}).items():
+        for shelved in self.models:
+            for device, size in (shelved.taken or {}).items():
                 if device in left:
                     left[device] -= size
         return left
@@ -331,63 +409,63 @@ class Shelf:
         if card.plan is not None:
             self._available = {**available_bytes(card.plan), **self._available}
 
-    def _open(self, place: Place, left: Mapping[str, int], progress: Progress) -> None:
-        """Load a model; this runs in a thread."""
+    def _open(self, shelved: ShelvedModel, left: Mapping[str, int], progress: LoadProgress) -> None:
+        """Load a model, in the calling thread."""
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int, step: LoadStep = "loading") -> None:
             if self._stopping:
-                raise _stopping()
-            progress(done, total)
+                raise shutting_down()
+            progress(done, total, step)
 
         started = time.perf_counter()
         alone = not left
-        options = place.options if alone else place.card.fixed(place.options)
-        path = place.card.path
+        options = shelved.options if alone else shelved.card.fixed(shelved.options)
+        path = shelved.card.path
         llm = self._open_llm(options=options, path=path, progress=show, memory_left=left)
         if self._stopping:
             llm.close()
-            raise _stopping()
-        place.load_s = time.perf_counter() - started
-        place.loads += 1
-        place.taken = planned_bytes(llm.plan)
-        if place.card.plan is None:
-            place.card = replace(place.card, plan=llm.plan)
-            self._note_available(place.card)
-        place.last_used = time.monotonic()
-        place.llm = llm
-        log.info("shelf: %s loaded in %.1f s", place.name, place.load_s)
+            raise shutting_down()
+        shelved.load_s = time.perf_counter() - started
+        shelved.loads += 1
+        shelved.taken = planned_bytes(llm.plan)
+        if shelved.card.plan is None:
+            shelved.card = replace(shelved.card, plan=llm.plan)
+            self._note_available(shelved.card)
+        shelved.last_used = time.monotonic()
+        shelved.llm = llm
+        log.info("shelf: %s loaded in %.1f s", shelved.name, shelved.load_s)
 
-    async def _unload_idle(self, place: Place) -> None:
+    async def _unload_idle(self, shelved: ShelvedModel) -> None:
         async with self._turn:
-            waited = time.monotonic() - place.last_used >= place.idle_s
-            if place.llm is not None and not place.leases and waited:
-                log.info("shelf: %s was idle for %.0f s", place.name, place.idle_s)
-                await self._unload(place)
+            waited = time.monotonic() - shelved.last_used >= shelved.idle_s
+            if shelved.llm is not None and not shelved.leases and waited:
+                log.info("shelf: %s was idle for %.0f s", shelved.name, shelved.idle_s)
+                await self._unload(shelved)
 
-    async def _unload(self, place: Place) -> None:
-        """Unload a model as soon as no request uses it; requests that come now wait."""
-        place.leaving = True
-        if place.timer is not None:
-            place.timer.cancel()
-            place.timer = None
+    async def _unload(self, shelved: ShelvedModel) -> None:
+        """Wait until no request uses a model, and unload it; new requests for it wait."""
+        shelved.leaving = True
+        if shelved.timer is not None:
+            shelved.timer.cancel()
+            shelved.timer = None
         try:
-            while place.leases:
-                place.unused = asyncio.Event()
-                await place.unused.wait()
-            llm, place.llm = place.llm, None
+            while shelved.leases:
+                shelved.unused = asyncio.Event()
+                await shelved.unused.wait()
+            llm, shelved.llm = shelved.llm, None
             assert llm is not None
             await asyncio.to_thread(llm.close)
             del llm
             await asyncio.to_thread(_free_memory, last=not self.engines())
-            place.taken = None
-            log.info("shelf: %s unloaded", place.name)
+            shelved.taken = None
+            log.info("shelf: %s unloaded", shelved.name)
         finally:
-            place.unused = None
-            place.leaving = False
+            shelved.unused = None
+            shelved.leaving = False
 
 
-def not_loaded(place: Place, error: Exception) -> RefusalError:
-    """Return the refusal of a request whose model cannot be loaded."""
+def not_loaded(shelved: ShelvedModel, error: Exception) -> RefusalError:
+    """Return the error of a request whose model cannot be loaded."""
     if isinstance(error, RefusalError):
         return error
     full = isinstance(error, PlanError | DeviceError) or is_out_of_memory(error)
@@ -396,21 +474,17 @@ def not_loaded(place: Place, error: Exception) -> RefusalError:
     return RefusalError(
         503 if full else 500,
         "model_not_loaded",
-        f"The model {place.name!r} cannot be loaded: {told}",
+        f"The model {shelved.name!r} cannot be loaded: {told}",
         hint=hint,
         param="model",
     )
 
 
-def _stopping() -> RefusalError:
-    return RefusalError(503, "shutting_down", "The server is shutting down.")
-
-
 def _free_memory(*, last: bool) -> None:
     """Give the memory of dropped tensors back to the devices; `last`: no model is loaded now.
 
-    cuBLAS keeps 32 MiB for each stream that has used it, which captured steps of other models may
-    refer to. Only when there are none can that be freed, too.
+    cuBLAS keeps 32 MiB for each stream that has used it. Captured steps of loaded models may refer
+    to it, so it is freed only when no model is loaded.
     """
     gc.collect()
     if last and torch.cuda.is_available():
@@ -419,7 +493,7 @@ def _free_memory(*, last: bool) -> None:
 
 
 def _options_of(card: ModelCard, options: Options, *, single: bool) -> Options:
-    """Return the options of one of the models."""
+    """Return the options of one model of the server."""
     if single:
         return options
     return replace(options, model=str(card.path or card.name), served_name=card.name)

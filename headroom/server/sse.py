@@ -1,7 +1,6 @@
-"""Server-sent events: keep-alive comments in silence, and an end when the client leaves."""
+"""Server-sent events: a stream with keep-alive comments, which ends when the client leaves."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -9,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headroom.server.json_values import write_json
 from headroom.server.refusals import CLIENT_CLOSED, RefusalError
 
 Returned = TypeVar("Returned")
@@ -19,14 +19,13 @@ EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(data: object, name: str = "") -> bytes:
-    """Return one event that carries a JSON value, with a name where the API has names."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    """Return one event with a JSON value, and with a name if the API names its events."""
     named = f"event: {name}\n" if name else ""
-    return f"{named}data: {text}\n\n".encode()
+    return f"{named}data: {write_json(data)}\n\n".encode()
 
 
 class EventStream(Response):
-    """Sends events as they come; calls `close` at the end, whatever ended the stream."""
+    """Sends events as they come, and calls `close` at the end, whatever ends the stream."""
 
     media_type = EVENT_TYPE
 
@@ -35,7 +34,8 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         keep_alive_s: float,
         close: Callable[[], None],
-        keep_alive: bytes = KEEP_ALIVE,  # sent after `keep_alive_s` seconds without an event
+        # What is sent after `keep_alive_s` seconds without an event.
+        keep_alive: Callable[[], bytes] = lambda: KEEP_ALIVE,
     ) -> None:
         super().__init__(headers=EVENT_HEADERS)
         del self.headers["content-length"]
@@ -69,7 +69,7 @@ class EventStream(Response):
         try:
             while True:
                 done, _ = await asyncio.wait({upcoming}, timeout=self._keep_alive_s)
-                data = upcoming.result() if done else self._keep_alive
+                data = upcoming.result() if done else self._keep_alive()
                 if data is None:
                     break
                 if done:
@@ -90,7 +90,9 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Returned])
     try:
         await asyncio.wait({gone, task}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise RefusalError(CLIENT_CLOSED, "client_closed", "The client left before its answer.")
+            raise RefusalError(
+                CLIENT_CLOSED, "client_closed", "The client left before the answer was complete."
+            )
         return await task
     finally:
         await _end(gone, task)

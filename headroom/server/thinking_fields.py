@@ -1,32 +1,33 @@
-"""Fields that say whether and how long the model thinks before it answers.
+"""The fields of a request that say whether and how long the model thinks before it answers.
 
-OpenAI has `reasoning_effort`. The other fields are those of OpenRouter (`reasoning`), of Anthropic
-and DeepSeek (`thinking`), and of Qwen (`enable_thinking`, `thinking_budget`, and variables of the
-chat template in `chat_template_kwargs`).
+These are OpenAI's `reasoning_effort`, OpenRouter's `reasoning`, Anthropic's and DeepSeek's
+`thinking`, Qwen's `enable_thinking` and `thinking_budget`, and variables of the chat template in
+`chat_template_kwargs`.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from headroom.server.schemas import MAX_COUNT, Body, invalid
+from headroom.engine.request import MAX_COUNT
+from headroom.server.schemas import Body, invalid
 from headroom.text.conversation import Thinking
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Budget = Annotated[int, Field(ge=0, le=MAX_COUNT)]  # tokens; 0: no thoughts
-# Variables that the server itself gives to a chat template.
+# Variables of the chat template that the server sets itself.
 RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 class ThinkingBody(Body):
-    """Thoughts on or off, and how many tokens they may have."""
+    """Anthropic's and DeepSeek's object: thoughts on or off, and how many tokens they may have."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Budget | None = None
 
 
 class ReasoningBody(Body):
-    """Thoughts on or off, their tier, how many tokens they may have, and whether they are shown."""
+    """OpenRouter's object: thoughts on or off, their effort or budget, and whether to hide them."""
 
     effort: Effort | None = None
     max_tokens: Budget | None = None
@@ -39,7 +40,7 @@ def _thinking_object(value: object) -> object:
 
 
 class ThinkingFields(Body):
-    """The fields that a chat may have about thoughts."""
+    """The fields about thoughts."""
 
     reasoning_effort: Effort | None = None
     reasoning: ReasoningBody | None = None
@@ -51,7 +52,7 @@ class ThinkingFields(Body):
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether the answer has the thoughts, too."""
+        """Whether the client wants to see the thoughts."""
         excluded = self.reasoning is not None and bool(self.reasoning.exclude)
         return self.include_reasoning is not False and not excluded
 
@@ -62,7 +63,7 @@ class ThinkingFields(Body):
             if name in variables:
                 raise invalid(
                     f"chat_template_kwargs.{name}",
-                    f"The server itself sets `{name}`.",
+                    f"`chat_template_kwargs` cannot have `{name}`: the server sets it itself.",
                 )
         if not isinstance(variables.get("enable_thinking"), bool | None):
             raise invalid(
@@ -71,7 +72,7 @@ class ThinkingFields(Body):
         return variables
 
     def asked_thinking(self) -> Thinking:
-        """Return what the fields ask for; a switch goes before a tier or a budget."""
+        """Return what the fields ask for; on and off win over an effort or a budget."""
         reasoning = self.reasoning or ReasoningBody()
         effort = self.reasoning_effort or reasoning.effort
         budgets = (
@@ -92,7 +93,7 @@ class ThinkingFields(Body):
         )
 
     def _switch(self, reasoning: ReasoningBody) -> bool | None:
-        """Return whether thoughts are switched on or off; None if no field says so."""
+        """Return whether a field turns thoughts on or off; None if no field does."""
         if self.thinking is not None and self.thinking.type != "adaptive":
             return self.thinking.type == "enabled"
         variable = (self.chat_template_kwargs or {}).get("enable_thinking")

@@ -1,15 +1,17 @@
 """POST /tokenize and /detokenize: text to token ids and back."""
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import PlainValidator, model_validator
+from starlette.responses import JSONResponse, Response
 
 from headroom.engine.request import check_token_ids
+from headroom.server.invalid_bodies import wrong_type
 from headroom.server.refusals import RefusalError
-from headroom.server.schemas import Body, read_body, token_ids, wrong_type
+from headroom.server.schemas import Body, read_body, token_ids
 from headroom.server.service import Service
+from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -37,7 +39,7 @@ class TokenizeBody(Body):
             raise RefusalError(
                 400,
                 "missing_required_parameter",
-                "content: this field is required.",
+                "`content` is required.",
                 param="content",
             )
         return self
@@ -51,23 +53,22 @@ class DetokenizeBody(Body):
 
 
 @router.post("/tokenize", response_model=None)
-async def tokenize(request: Request) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
     """Answer with the token ids of a text."""
     service: Service = request.app.state.service
     body = await read_body(request, TokenizeBody, service.options.max_body)
     llm = await service.model(body.model)
+    return await service.in_thread(_tokenized, llm.tokenizer, body)
+
+
+def _tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> Response:
     text = body.content if body.content is not None else body.text or ""
-    tokenizer = llm.tokenizer
-    tokens = await asyncio.to_thread(
-        tokenizer.encode,
-        text,
-        special=body.parse_special,
-        add_bos=None if body.add_special else False,
-    )
+    add_bos = None if body.add_special else False
+    tokens = tokenizer.encode(text, special=body.parse_special, add_bos=add_bos)
     answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
     if body.with_pieces:
         answer["pieces"] = [tokenizer.token_text(token) for token in tokens]
-    return answer
+    return JSONResponse(answer)
 
 
 @router.post("/detokenize", response_model=None)
@@ -76,5 +77,9 @@ async def detokenize(request: Request) -> dict[str, str]:
     service: Service = request.app.state.service
     body = await read_body(request, DetokenizeBody, service.options.max_body)
     llm = await service.model(body.model)
-    check_token_ids(body.tokens, llm.vocab_size, "tokens")
-    return {"content": await asyncio.to_thread(llm.tokenizer.decode, body.tokens)}
+
+    def decode() -> str:
+        check_token_ids(body.tokens, llm.vocab_size, "tokens")
+        return llm.tokenizer.decode(body.tokens)
+
+    return {"content": await service.in_thread(decode)}

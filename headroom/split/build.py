@@ -9,6 +9,8 @@ from headroom.experts.ffn import DenseAndExpertsFfn, ExpertsFfn
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RouterCounts, RoutingStats
 from headroom.experts.store import LayerStore, StoreRequest, blob_layout, open_store
+from headroom.experts.taps import LayerTap, RouterTap, TapSite
+from headroom.experts.trace import TracedLayer
 from headroom.families.config import (
     AttentionConfig,
     DeltaNetConfig,
@@ -19,6 +21,7 @@ from headroom.families.config import (
 )
 from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import RowNorm
+from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import RecurrentState
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
@@ -62,10 +65,12 @@ def load_model(
     device: DevicePlan,
     count: Callable[[str, int], None],  # told the plan's line and the bytes of each allocation
     placement: ExpertPlacement | None = None,
+    tap: RouterTap | None = None,
 ) -> Model:
     """Load a model's weights to one device of the plan and build its layers.
 
-    `placement` says which experts are hot; without one the device holds all experts.
+    `placement` says which experts are hot; without one the device holds all experts. `tap` records
+    or replaces the picks of all routers.
     """
     settings = plan.settings
     torch_device = torch_name(device.name)
@@ -84,7 +89,7 @@ def load_model(
     lent = workspace.scratch if settings.uses_arena else None
     with open_upload(torch_device, device.allocated["workspace"], lent) as upload:
         source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
-        return _StageBuilder(config, source, plan, device, workspace).build(placement)
+        return _StageBuilder(config, source, plan, device, workspace, tap).build(placement)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +111,7 @@ class _StageBuilder:
         plan: Plan,
         device: DevicePlan,
         workspace: Workspace,
+        tap: RouterTap | None = None,
     ) -> None:
         self._config, self._source, self._workspace = config, source, workspace
         self._plan, self._settings, self._device = plan, plan.settings, device
@@ -113,6 +119,7 @@ class _StageBuilder:
         self._cold_experts: ColdExperts | None = None  # None if no expert is cold
         self._per_layer_inputs: PerLayerInputs | None = None
         self._routing: RoutingStats | None = None
+        self._tap = tap
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
 
     def build(self, placement: ExpertPlacement | None) -> Model:
@@ -133,6 +140,8 @@ class _StageBuilder:
             table = embeddings.table("embed", pinned=not on_device)
         self._per_layer_inputs = self._open_per_layer_inputs()
         self._routing = self._open_routing()
+        if self._tap is not None:
+            self._tap.open(self._tap_site())
         blocks = [self._build_layer(layer) for layer in layers]
         vocabulary = table if config.tied else source.at("", "head")("head")
         norm = RmsNorm(source.norm("norm"), self._eps, source.case)
@@ -143,8 +152,8 @@ class _StageBuilder:
             workspace=self._workspace,
             per_layer_inputs=self._per_layer_inputs,
             routing=self._routing,
+            tap=self._tap,
             cold_experts=self._cold_experts,
-            to_compile=source.to_compile,
         )
 
     def _open_cold_experts(self, layers: list[_Layer], placement: ExpertPlacement) -> ColdExperts:
@@ -163,6 +172,7 @@ class _StageBuilder:
             speeds=cold_speeds,
             pin=settings.pin_experts,
             keep_copy=settings.keep_host_copy,
+            policy=settings.expert_policy,
             staging_bytes=self._device.allocated.get("expert_staging", 0),
         )
         store = open_store(layouts, request, self._device.name, self._source.count)
@@ -183,6 +193,21 @@ class _StageBuilder:
         if not experts:
             return None
         return RoutingStats(len(layers), experts, torch_name(self._device.name))
+
+    def _tap_site(self) -> TapSite:
+        """Return what a tap on this stage's routers needs to know."""
+        assert self._routing is not None, "a model without experts has no routers"
+        return TapSite(
+            layers=tuple(
+                TracedLayer(number, layer.experts.experts, layer.experts.used)
+                for number, layer in enumerate(self._config.layers)
+                if layer.experts is not None
+            ),
+            routing=self._routing,
+            device=torch_name(self._device.name),
+            rows=max(self._settings.rows, DECODE_ROWS),
+            sequences=self._settings.parallel,
+        )
 
     def _build_layer(self, layer: _Layer) -> Block:
         """Build a layer for the fastest backend that runs it: CUDA, C++, or single operations."""
@@ -226,12 +251,14 @@ class _StageBuilder:
         experts = config.experts
         if experts is not None and not config.post_norms:
             counts, stored = self._counts(experts, layer.index), self._stored_layer(layer.index)
-            return CudaExpertsFfn(experts, self._eps, get, counts, stored)
+            tap = self._layer_tap(layer.index)
+            return CudaExpertsFfn(experts, self._eps, get, counts, stored, tap)
         ffn = _dense(config)
         if experts is not None:
             dense = CudaMlp(ffn, self._eps, get, self._row_norm(layer, "ffn.dense_post_norm"))
             counts, stored = self._counts(experts, layer.index), self._stored_layer(layer.index)
-            return CudaDenseAndExpertsFfn(dense, experts, self._eps, get, counts, stored)
+            tap = self._layer_tap(layer.index)
+            return CudaDenseAndExpertsFfn(dense, experts, self._eps, get, counts, stored, tap)
         post_norm = self._row_norm(layer, "ffn.post_norm") if config.post_norms else None
         return CudaMlp(ffn, self._eps, get, post_norm)
 
@@ -276,6 +303,7 @@ class _StageBuilder:
             decode_counts,
             self._workspace.scratch,
             self._layer_store(layer.index),
+            self._layer_tap(layer.index),
         )
         return PostNormed(both, after)
 
@@ -286,7 +314,8 @@ class _StageBuilder:
             return Mlp(layer.get, _dense(layer.config).activation)
         decode_counts = self._counts(experts, layer.index).decode
         scratch, store = self._workspace.scratch, self._layer_store(layer.index)
-        return ExpertsFfn(experts, layer.get, decode_counts, scratch, store)
+        tap = self._layer_tap(layer.index)
+        return ExpertsFfn(experts, layer.get, decode_counts, scratch, store, tap)
 
     # What the layers of all backends need
 
@@ -314,8 +343,14 @@ class _StageBuilder:
 
     def _counts(self, experts: ExpertsConfig, index: int) -> RouterCounts:
         """Return the counts that the layer's router adds to."""
-        assert self._routing is not None
-        return self._routing.of_layer(index, experts.experts)
+        counts = self._routing
+        if self._tap is not None and self._tap.own_counts is not None:
+            counts = self._tap.own_counts
+        assert counts is not None
+        return counts.of_layer(index, experts.experts)
+
+    def _layer_tap(self, index: int) -> LayerTap | None:
+        return None if self._tap is None else self._tap.of_layer(index)
 
     def _norm(self, layer: _Layer, name: str) -> RmsNorm:
         return RmsNorm(layer.get.norm(name), self._eps, layer.get.case)

@@ -30,43 +30,63 @@ log = logging.getLogger(__name__)
 # Lines that need no free memory once CUDA has started: its own memory, and the reserve.
 NOT_NEEDED = frozenset({"runtime", "reserve"})
 NOTHING_LOADED: Mapping[str, int] = MappingProxyType({})  # no other model takes memory
+NOTHING_FREED: Mapping[str, int] = MappingProxyType({})  # no other model would be unloaded
 NOTICEABLE_BYTES = GIB  # of a GPU, held by other processes; an idle driver usually holds less
 
 
 def make_run_plan(
-    shape: ModelShape, options: Options, left: Mapping[str, int] = NOTHING_LOADED
+    shape: ModelShape,
+    options: Options,
+    left: Mapping[str, int] = NOTHING_LOADED,
+    freed: Mapping[str, int] = NOTHING_FREED,
 ) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
     Without --device it is a GPU that runs the kernels and holds the model, else the CPU. If only
     an option keeps the model from the GPU, that option is reported; the CPU does not take over.
-    `left` is the memory in bytes that other loaded models leave of a device, by its name.
+    `left` is the memory in bytes that other loaded models leave of a device, by its name. `freed`
+    is what the plan may count on besides the memory that is free now: that of loaded models which
+    would be unloaded first.
     """
     CODE.open(options.home_path)
     options = without_plan_options(options)
     if options.device is not None:
-        devices = reduce_memory(plan_devices(options), left)
+        devices = _devices(options, left, freed)
         check_devices(devices, options)
-        return _plan(shape, devices, options)
+        return _plan(shape, devices, options, freed)
     on_cpu = replace(options, device="cpu")
-    name = find_device(options)
+    name = choose_device(options)
     if name != "cpu":
         on_gpu = replace(options, device=name)
         try:
-            return _plan(shape, reduce_memory(plan_devices(on_gpu), left), on_gpu)
+            return _plan(shape, _devices(on_gpu, left, freed), on_gpu, freed)
         except (PlanError, DeviceError) as error:
             if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpu):
                 raise
             log.warning("device: cpu, not %s: %s", name, error.message)
-    return _plan(shape, reduce_memory(plan_devices(on_cpu), left), on_cpu)
+    return _plan(shape, _devices(on_cpu, left, freed), on_cpu, freed)
+
+
+def _devices(
+    options: Options, left: Mapping[str, int], freed: Mapping[str, int]
+) -> list[DeviceSpec]:
+    """Return the devices that the options name, with the memory that a plan may count on."""
+    more = _with_host(freed)
+    devices = [
+        replace(x, available_bytes=min(x.total_bytes, x.available_bytes + more.get(x.name, 0)))
+        for x in plan_devices(options)
+    ]
+    return reduce_memory(devices, left)
+
+
+def _with_host(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes by device, also for the host behind GPUs: its memory is that of the CPU."""
+    return {**sizes, **({"host": sizes["cpu"]} if "cpu" in sizes else {})}
 
 
 def reduce_memory(devices: Sequence[DeviceSpec], left: Mapping[str, int]) -> list[DeviceSpec]:
-    """Return the devices with no more memory available than other loaded models leave of it.
-
-    Host memory behind GPUs is the memory of the CPU.
-    """
-    most = {**left, **({"host": left["cpu"]} if "cpu" in left else {})}
+    """Return the devices with no more memory available than other loaded models leave of it."""
+    most = _with_host(left)
     return [
         replace(device, available_bytes=max(0, min(device.available_bytes, most[device.name])))
         if device.name in most
@@ -85,7 +105,7 @@ def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
     return _checked_plan(shape, devices, options)
 
 
-def find_device(options: Options) -> str:
+def choose_device(options: Options) -> str:
     """Return the name of the GPU with most memory free if it can run layers, else cpu."""
     if options.dtype == "int8":
         return "cpu"  # only CPUs have 8-bit products
@@ -159,7 +179,12 @@ def _facts(device: DeviceSpec) -> GpuFacts:
     return GpuFacts(name=device.name, sm=device.sm, gfx=device.gfx, total_bytes=total)
 
 
-def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
+def _plan(
+    shape: ModelShape,
+    devices: list[DeviceSpec],
+    options: Options,
+    freed: Mapping[str, int] = NOTHING_FREED,
+) -> Plan:
     try:
         plan = _checked_plan(shape, devices, options)
     except PlanError as error:
@@ -171,6 +196,7 @@ def _plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Pla
     if device.kind != "cpu":
         needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
         memory = gpu_memory(device.name)
+        memory = replace(memory, free_bytes=memory.free_bytes + freed.get(device.name, 0))
         if needed > memory.free_bytes:
             memory = replace(memory, holders=tuple(gpu_holders(device.name)))
         if refusal := refuse_memory(device.name, needed, memory):

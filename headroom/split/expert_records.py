@@ -4,9 +4,10 @@ import time
 from dataclasses import dataclass, replace
 
 from headroom.experts.stats import StatsFile, StatsModel, open_stats, stats_model
+from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.json_files import check_replaceable
 from headroom.options import Options
-from headroom.plan.describe import ModelDescription
+from headroom.plan.shape import ModelShape
 from headroom.split.unused import tell_unmeasured
 from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 
@@ -21,17 +22,16 @@ class ExpertRecords:
 
 
 def read_records(
-    model: ModelDescription, options: Options, *, measuring: bool = False
+    checkpoint: Checkpoint, shape: ModelShape, options: Options, *, measuring: bool = False
 ) -> ExpertRecords:
     """Read the files and rules that the options name, or refuse them.
 
     With `measuring` nothing is saved and no expert is exchanged, so that speeds can be compared.
     """
     rules = upkeep_rules(options)
-    checkpoint = model.checkpoint
     if rules.placement_path is not None:
         check_replaceable(rules.placement_path, "placement", "save_placement", checkpoint.files)
-    counted = stats_model(checkpoint.path, checkpoint.identity, model.shape, checkpoint.files)
+    counted = stats_model(checkpoint.path, checkpoint.identity, shape, checkpoint.files)
     file = open_stats(options.routing_stats, counted, options.home_path, time.time())
     if measuring:
         tell_unmeasured(options)

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
-from headroom.kernels.cuda.compile import compile_ahead
+from headroom.kernels.cuda.compile import WantedKernel, compile_ahead, rehearsal
+from headroom.kernels.cuda.matmul import refuses_type
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
 from headroom.layers.draws import DeviceSampler, Draw, TokenMask, copy_event
@@ -173,6 +175,7 @@ class GpuStage:
         self._inputs = StepInputs(settings.rows, settings.parallel, pages, there, tokens)
         self._captured: dict[StepKind, Captured] = {}
         self._pool: Any = None  # memory of all graphs, which never run at the same time
+        self._rehearses = False  # whether steps run without our kernels, to learn which they are
         self._on_gpu = torch.device(there).type == "cuda"
         # Two, because a step may be launched before the tokens of the previous one are read.
         most = max(DECODE_ROWS, settings.parallel)
@@ -188,8 +191,12 @@ class GpuStage:
         """Where each expert of this stage is; None if no expert is cold."""
         return self._model.store
 
-    def capture(self) -> None:
+    def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every kernel that requests need, and capture the usual decode steps.
+
+        All runs below are rehearsed first: they run without our kernels, which are only noted. Then
+        the noted kernels are compiled, many at a time. `report` is told how many sources of kernels
+        and runs are done, and how many there are.
 
         Captured here: steps in which every running sequence decodes one token, and the largest
         step of the decode path. Other steps of the decode path, where a sequence has several rows
@@ -202,43 +209,73 @@ class GpuStage:
         """
         most, together = self._settings.rows, min(self._settings.parallel, DECODE_ROWS)
         sequences = sorted({min(size, together) for size in KERNEL_ROWS})
+        runs: list[Callable[[], object]] = []
+        if self._model.capturable:
+            sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
+            kinds = [*(self._kind(size, 1) for size in sizes), self._kind(DECODE_ROWS)]
+            runs += [partial(self._capture_first, kind) for kind in kinds]
+            runs += [partial(self._run_padding, size) for size in BUCKETS[1:-1]]
+        else:
+            runs += [partial(self._warm_up, [1] * count) for count in sequences]
+            runs += [partial(self._warm_up, [size]) for size in KERNEL_ROWS[1:] if size < most]
+        runs.append(partial(self._warm_up, [min(DECODE_ROWS + 1, most)]))
+        if together > 1 and most > DECODE_ROWS:
+            runs.append(partial(self._warm_up_together, together, sequences))
         with self._current_device(), torch.inference_mode():
-            self._compile_ahead(sequences)
-            if self._model.capturable:
-                sizes = [size for size in BUCKETS if size < 2 * self._settings.parallel]
-                for kind in (*(self._kind(size, 1) for size in sizes), self._kind(DECODE_ROWS)):
-                    self._capture_of(kind)
-                for size in BUCKETS[1:-1]:
-                    self._captured_inputs.clear()
-                    self._wake_cold_worker()
-                    self._run_captured(self._kind(size, size))
-            else:
-                for count in sequences:
-                    self._warm_up([1] * count)
-                for size in (size for size in KERNEL_ROWS[1:] if size < most):
-                    self._warm_up([size])
-            self._warm_up([min(DECODE_ROWS + 1, most)])
-            if together > 1 and most > DECODE_ROWS:
-                hidden = self._warm_up([DECODE_ROWS + 2 - together] + [1] * (together - 1))
-                for count in sequences:  # the stage may draw for some of the sequences only
-                    self._sampler.draw(self._model.logits(hidden[:count]))
+            sources = 0
+
+            def compiled(done: int, total: int) -> None:
+                nonlocal sources
+                sources = total
+                report(done, total + len(runs))
+
+            compile_ahead(self._rehearse(runs), compiled)
+            for done, run in enumerate(runs):
+                report(sources + done, sources + len(runs))
+                run()
+            report(sources + len(runs), sources + len(runs))
             if self._model.routing is not None:
                 self._model.routing.clear()
 
-    def _compile_ahead(self, sequences: Sequence[int]) -> None:
-        """Compile the CUDA kernels of the row counts that `capture` runs, many at a time.
+    def _rehearse(self, runs: Sequence[Callable[[], object]]) -> set[WantedKernel]:
+        """Return the kernels that some runs ask for, which are not launched.
 
-        Kernels that are not compiled here are compiled one after another, by the step that first
-        needs them.
+        What cannot be rehearsed is compiled by the step that first needs it, one kernel after
+        another.
         """
-        most = self._settings.rows
-        sizes = BUCKETS if self._model.capturable else [size for size in KERNEL_ROWS if size < most]
-        counts = {rows for rows in (*sizes, *sequences, most) if rows <= DECODE_ROWS}
-        variants, device = self._model.to_compile, torch.device(self._torch_device)
-        if variants:  # empty without a GPU, and with kernels that are not compiled by NVRTC
-            compile_ahead(
-                code for one in variants for count in counts for code in one.codes(count, device)
-            )
+        if not self._on_gpu or refuses_type(self._settings.compute_type):
+            return set()  # other kernels than those of `compile_kernel` take the time
+        self._rehearses = True
+        try:
+            with rehearsal() as wanted:
+                for run in runs:
+                    try:
+                        run()
+                    except Exception as error:  # it shows again, or not, when the step really runs
+                        log.debug("kernels: a step is not rehearsed: %s", error)
+        finally:
+            self._rehearses = False
+        return wanted
+
+    def _capture_first(self, kind: StepKind) -> None:
+        """Capture a step; in a rehearsal run it once."""
+        if self._rehearses:
+            self._captured_inputs.clear()
+            self._run_captured(kind)
+        else:
+            self._capture_of(kind)
+
+    def _run_padding(self, rows: int) -> None:
+        """Run a step in which one sequence has all rows, without capturing it."""
+        self._captured_inputs.clear()
+        self._wake_cold_worker()
+        self._run_captured(self._kind(rows, rows))
+
+    def _warm_up_together(self, together: int, sequences: Sequence[int]) -> None:
+        """Run a step of the prefill path with many sequences, and draw for some of them only."""
+        hidden = self._warm_up([DECODE_ROWS + 2 - together] + [1] * (together - 1))
+        for count in sequences:
+            self._sampler.draw(self._model.logits(hidden[:count]))
 
     def forget_captures(self) -> None:
         """Drop the captured steps; each is captured again when it is next used."""
@@ -256,8 +293,12 @@ class GpuStage:
         self._check_cold()
         with self._current_device():
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
-                return self._replay(batch, drawn)
-            return self._run(batch, drawn)
+                result = self._replay(batch, drawn)
+            else:
+                result = self._run(batch, drawn)
+            if self._model.tap is not None:
+                self._model.tap.end_step(batch)
+        return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
@@ -269,7 +310,7 @@ class GpuStage:
             return self._model.normed(hidden)
 
     def held_bytes(self) -> int | None:
-        """Return the bytes of the GPU that this process holds, including captured graphs."""
+        """Return the bytes of the GPU that torch holds for all models, with captured graphs."""
         return torch.cuda.memory_reserved(self._torch_device) if self._on_gpu else None
 
     def close(self) -> None:
@@ -377,6 +418,8 @@ class GpuStage:
         count, settings = len(batch.tokens), self._settings
         if count <= DECODE_ROWS:  # the model has layers that cannot be captured
             self._wake_cold_worker()
+        elif self._model.cold_experts is not None:
+            self._model.cold_experts.begin_prompt(batch.output_rows)
         self._inputs.fill(batch)
         kind = kind_of(batch, count, settings.context, settings.page_size)
         spans = self._inputs.spans(batch)
@@ -419,7 +462,7 @@ class GpuStage:
 
     def _wake_cold_worker(self) -> None:
         """Wake the CPU threads that compute cold experts, before a step of the decode path."""
-        if self._model.decode_worker is not None:
+        if self._model.decode_worker is not None and not self._rehearses:
             self._model.decode_worker.begin_step()
 
     def _check_cold(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -13,6 +13,7 @@ import torch
 from headroom.errors import DeviceError, is_out_of_memory
 from headroom.experts.exchange import StoreExchanges
 from headroom.experts.placement import ExpertPlacement
+from headroom.experts.taps import RouterTap
 from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
@@ -21,10 +22,13 @@ from headroom.machine.devices import torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import out_of_memory
 from headroom.machine.torch_gpus import gpu_memory
+from headroom.plan.cost_model import exchange_speeds
 from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
+from headroom.plan.lines import NOT_ALLOCATED
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
+from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.build import load_model
 from headroom.split.gpu_stage import GpuStage
 from headroom.split.memory_check import check_memory, held_already, open_device_memory
@@ -38,20 +42,19 @@ log = logging.getLogger(__name__)
 
 # The plan's lines that hold tensors of the checkpoint.
 WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
-# Told the bytes of weights loaded so far, and of all weights.
-LoadProgress = Callable[[int, int], None]
 
 
 def start_pipeline(
     plan: Plan,
     model: ModelDescription,
-    progress: LoadProgress = lambda done, total: None,
+    progress: LoadProgress = ignore_progress,
     placement: ExpertPlacement | None = None,
+    tap: RouterTap | None = None,
 ) -> Pipeline:
     """Load the model as the plan says, and return the pipeline that runs it.
 
     If the plan leaves experts cold, `placement` says which; without one, each layer has its planned
-    number of hot experts, evenly spread.
+    number of hot experts, evenly spread. `tap` records or replaces the picks of all routers.
     """
     device, settings = plan.devices[0], plan.settings  # the engine runs one stage
     set_threads(settings.threads, pin=settings.pin_threads)
@@ -61,32 +64,46 @@ def start_pipeline(
     allocated: Counter[str] = Counter()  # bytes by the plan's line
     held_before = held_already(device.name)
     open_device_memory(device.name)
-    loaded, times = _load(plan, device, model, placement, allocated, progress)
+    loaded, times = _load(plan, device, model, placement, tap, allocated, progress)
     stage: Stage
     if device.kind == "cpu":
         stage = CpuStage(device.name, loaded)
     else:
         with explain_out_of_memory(device, allocated, "capturing steps"):
             gpu_stage = _open_gpu_stage(device, settings, model.config, loaded, allocated)
-            times = replace(times, capture_s=_capture(gpu_stage, settings.parallel))
+            times = replace(times, capture_s=_capture(gpu_stage, settings.parallel, progress))
         stage = gpu_stage
     check_memory(plan, device, allocated, held_before)
-    exchanges, meter = None, None
+    exchanges, meter, shares, policies = None, None, None, None
     if (cold := loaded.cold_experts) is not None:
-        meter = cold.meter
-        if cold.store.cold_bytes:  # otherwise there is no cold expert to exchange
+        meter, shares, policies = cold.meter, cold.shares, cold.policies
+        # Without cold experts in host memory there are none to exchange; a cache does it by itself.
+        if cold.store.cold_bytes and not cold.store.is_cached:
             layers = expert_layers(model.shape, plan)
-            exchanges = StoreExchanges(cold.store, layers, same_bits=cold.same_bits)
+            exchanges = StoreExchanges(
+                cold.store,
+                layers,
+                same_bits=cold.same_bits,
+                speeds=exchange_speeds(plan.cold_speeds, settings.cold, cold.store.pinned),
+            )
     return Pipeline(
         stage,
         model.config.vocab,
         allocated,
-        planned_bytes=sum(device.allocated.values()),
+        planned={**_host_lines(plan), device.name: device.allocated},
         experts=exchanges,
         meter=meter,
+        shares=shares,
+        policies=policies,
         refuses_trees=model.config.refuses_trees,
         load_times=times,
     )
+
+
+def _host_lines(plan: Plan) -> dict[str, dict[str, int]]:
+    """Return what the engine allocates of the host memory behind a GPU, by line."""
+    lines = {line.name: line.bytes for line in plan.host.lines if line.name not in NOT_ALLOCATED}
+    return {"cpu": lines} if lines else {}
 
 
 def set_threads(threads: int, *, pin: bool = False) -> None:
@@ -109,6 +126,7 @@ def _load(
     device: DevicePlan,
     model: ModelDescription,
     placement: ExpertPlacement | None,
+    tap: RouterTap | None,
     allocated: Counter[str],
     progress: LoadProgress,
 ) -> tuple[Model, LoadTimes]:
@@ -127,7 +145,7 @@ def _load(
         progress(0, total)
         started = time.perf_counter()  # after CUDA has started
         tensors = model.checkpoint.tensors
-        loaded = load_model(model.config, tensors, plan, device, count, placement)
+        loaded = load_model(model.config, tensors, plan, device, count, placement, tap)
         times = LoadTimes(
             weights_bytes=sum(allocated[line] for line in WEIGHT_LINES),
             weights_s=time.perf_counter() - started,
@@ -187,10 +205,10 @@ def _open_gpu_stage(
     return GpuStage(device.name, loaded, settings, rings, sampler)
 
 
-def _capture(stage: GpuStage, parallel: int) -> float:
+def _capture(stage: GpuStage, parallel: int, progress: LoadProgress) -> float:
     """Compile a stage's kernels and capture its steps; return the seconds that this took."""
     started = time.perf_counter()
-    stage.capture()
+    stage.capture(lambda done, total: progress(done, total, "capturing"))
     seconds = time.perf_counter() - started
     log.info("capture: steps of up to %d sequences in %.1f s", parallel, seconds)
     return seconds

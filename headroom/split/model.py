@@ -1,6 +1,6 @@
 """Model: the layers of one stage, with embedding and head."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import torch
 
@@ -8,13 +8,14 @@ from headroom.experts.cold import ColdExperts
 from headroom.experts.decode import DecodeWorker
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
+from headroom.experts.taps import RouterTap
+from headroom.kernels.cuda.sizes import is_decode
 from headroom.layers.batch import Batch
 from headroom.layers.block import Block
 from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.modules import Embedding, Head
 from headroom.layers.per_layer_inputs import PerLayerInputs
 from headroom.layers.step_timing import begin_step
-from headroom.layers.weights import KernelVariants
 from headroom.layers.workspace import Workspace
 
 
@@ -30,8 +31,8 @@ class Model:
         workspace: Workspace,
         per_layer_inputs: PerLayerInputs | None = None,
         routing: RoutingStats | None = None,
+        tap: RouterTap | None = None,
         cold_experts: ColdExperts | None = None,
-        to_compile: Set[KernelVariants] = frozenset(),
     ) -> None:
         self._embedding = embedding
         self._blocks = blocks
@@ -39,11 +40,11 @@ class Model:
         self._workspace = workspace
         self._per_layer_inputs = per_layer_inputs
         self.routing = routing  # how often each expert of all layers was picked; None: no experts
+        self.tap = tap  # records or replaces the picks of all routers; usually None
         self.cold_experts = cold_experts  # None if no expert is cold
         # Computes cold experts on the CPU for a GPU; None if no layer asks for it.
         worker = None if cold_experts is None else cold_experts.start()
         self.decode_worker: DecodeWorker | None = worker
-        self.to_compile = to_compile  # CUDA kernels that steps will need
 
     @property
     def store(self) -> ExpertStore | None:
@@ -64,6 +65,8 @@ class Model:
         """Run one step; return the residual stream of all its rows."""
         begin_step()
         self._workspace.check(len(batch.tokens))
+        if self.tap is not None:
+            self.tap.begin_step(batch)
         x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
         if self._per_layer_inputs is not None:
             # A copy, because the first layer may change the stream in place.
@@ -72,6 +75,8 @@ class Model:
         with self._workspace.lend():
             for block in self._blocks:
                 x = block(x, batch)
+        if self.cold_experts is not None and is_decode(len(x)):
+            self.cold_experts.end_step(len(x))
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

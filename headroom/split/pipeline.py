@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from headroom.errors import KernelError
 from headroom.experts.exchange import StoreExchanges
+from headroom.experts.policies import PolicyKeeper
+from headroom.experts.shares import ShareKeeper
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import ColdMeter
@@ -15,14 +18,19 @@ from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
 from headroom.split.stage import Stage, StepResult
 
+NOT_PLANNED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory that layers hold on a device."""
+    """The memory that one engine has of a device; host memory behind a GPU is that of `cpu`."""
 
     device: str
-    planned_bytes: int  # of the lines that the engine allocates; 0 without a plan
-    used_bytes: int  # by this process, now
+    planned_bytes: int  # of the lines that the engine allocates
+    used_bytes: int  # what the engine has allocated of these lines
+    # What torch holds of the device for all engines of this process, with captured graphs and what
+    # libraries took from it; None: not known.
+    process_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +55,22 @@ class Pipeline:
         stage: Stage,
         vocab: int,
         allocated: Mapping[str, int],
-        planned_bytes: int = 0,
+        planned: Mapping[str, Mapping[str, int]] = NOT_PLANNED,
         experts: StoreExchanges | None = None,
         meter: ColdMeter | None = None,
+        shares: ShareKeeper | None = None,
+        policies: PolicyKeeper | None = None,
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
     ) -> None:
         self._stage = stage
         self.vocab = vocab
         self.allocated = allocated  # bytes by the plan's line
-        self._planned_bytes = planned_bytes
+        self._planned = planned  # by device: bytes by the plan's line
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
         self.meter = meter  # what cold experts cost; None if no expert is cold
+        self.shares = shares  # lets the CPU's share of cold experts follow its speed; None: fixed
+        self.policies = policies  # chooses how slots change hands; None: that is fixed
         self.load_times = load_times or LoadTimes()
         self.refuses_trees = refuses_trees  # why steps cannot verify draft trees; "" if they can
 
@@ -77,11 +89,17 @@ class Pipeline:
         """Where each expert is; None if no expert is cold."""
         return self._stage.store
 
-    def memory(self) -> DeviceMemory:
-        """Return the planned bytes and the bytes held now; may be called from any thread."""
-        used = self._stage.held_bytes()
-        held = sum(self.allocated.values()) if used is None else used
-        return DeviceMemory(self.device, self._planned_bytes, held)
+    def memory(self) -> list[DeviceMemory]:
+        """Return the memory of each device; may be called from any thread."""
+        return [
+            DeviceMemory(
+                device=device,
+                planned_bytes=sum(lines.values()),
+                used_bytes=sum(self.allocated.get(line, 0) for line in lines),
+                process_bytes=self._stage.held_bytes() if device == self.device else None,
+            )
+            for device, lines in self._planned.items()
+        ]
 
     def lost(self) -> str:
         """Return why the device can run no more steps; "" while it can."""

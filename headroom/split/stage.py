@@ -79,7 +79,10 @@ class Stage(Protocol):
         """Wait for steps under way and end the stage's threads; no step follows."""
 
     def held_bytes(self) -> int | None:
-        """Return the bytes of the device that this process holds; None if they are not known."""
+        """Return the bytes of the device that this process holds for all its models.
+
+        None if they are not known.
+        """
 
     def lost(self) -> str:
         """Return why the device can run no more steps; "" while it can."""
@@ -133,7 +136,10 @@ class CpuStage:
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> CpuResult:
         """Run one step; the engine draws its tokens."""
-        return CpuResult(self._model.forward(batch), self._model.logits, self._model.normed)
+        hidden = self._model.forward(batch)
+        if self._model.tap is not None:
+            self._model.tap.end_step(batch)
+        return CpuResult(hidden, self._model.logits, self._model.normed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""

@@ -12,8 +12,14 @@ log = logging.getLogger(__name__)
 
 GPU_OPTIONS = ("device_memory",)
 BUDGET_OPTIONS = ("expert_budget",)
-EXCHANGE_OPTIONS = ("swap_every", "swap_bytes", "swap_min_gain", "swap_per_layer")
-COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", *EXCHANGE_OPTIONS)
+EXCHANGE_OPTIONS = (
+    "swap_every",
+    "swap_bytes",
+    "swap_min_gain",
+    "swap_false_chance",
+    "swap_per_layer",
+)
+COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", "expert_policy", *EXCHANGE_OPTIONS)
 
 
 def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> None:
@@ -38,7 +44,8 @@ def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> No
     elif device.hot_experts == device.total_experts:
         why = "all experts are hot"
     elif not holds_cold(options.cold, options.keep_host_copy):
-        names, why = ("no_pin", *EXCHANGE_OPTIONS), "cold experts are left out and held nowhere"
+        names = ("no_pin", "expert_policy", *EXCHANGE_OPTIONS)
+        why = "cold experts are left out and held nowhere"
     else:
         return
     if flags := _given(options, names):

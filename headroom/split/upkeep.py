@@ -8,9 +8,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 
+from headroom.errors import CapacityError
 from headroom.experts.exchange import ExchangeRound, StoreExchanges, plan_exchanges, recent
 from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
@@ -20,9 +23,26 @@ from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.units import gib
 
-__all__ = ["ExpertTelemetry", "ExpertUpkeep", "open_upkeep"]
+__all__ = ["ExpertTelemetry", "ExpertUpkeep", "ExpertView", "open_upkeep"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """The routed experts of one layer; a dense layer has none."""
+
+    used: int  # experts that a token visits
+    picks: tuple[int, ...]  # since the start, by expert
+    hot: tuple[bool, ...]  # by expert
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertView:
+    """All experts of a model at one moment between two steps."""
+
+    layers: tuple[LayerView, ...]
+    telemetry: ExpertTelemetry  # since the start
 
 
 def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | None":
@@ -31,7 +51,11 @@ def open_upkeep(pipeline: Pipeline, records: ExpertRecords) -> "ExpertUpkeep | N
 
 
 class ExpertUpkeep:
-    """The upkeep of one model. Only the engine's thread calls it; others may read `latest`."""
+    """The upkeep of one model.
+
+    Only the engine's thread calls it. Other threads may read `latest` and, one at a time, call
+    `ask_view`.
+    """
 
     def __init__(self, pipeline: Pipeline, records: ExpertRecords) -> None:
         assert pipeline.routing is not None
@@ -44,7 +68,8 @@ class ExpertUpkeep:
         self._counts = self._viewed = self._routing.counts()  # as they were read last
         self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: StoreExchanges | None = pipeline.experts
-        self._store = pipeline.store
+        self._store, self._shares = pipeline.store, pipeline.shares
+        self._policies = pipeline.policies
         self._exchanging = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
         if (placement := self._placement()) is not None:
@@ -57,6 +82,8 @@ class ExpertUpkeep:
         self._saved_at = time.monotonic()
         # Costs and choices of warm-up steps are left out.
         self._start = self._hits.reading(self._meter)
+        self._start_counts = self._counts
+        self._asked: Future[ExpertView] | None = None  # for the next moment between two steps
         self.latest: ExpertTelemetry | None = self.read() if self._watched else None
         self._log_limits()
 
@@ -66,19 +93,25 @@ class ExpertUpkeep:
         `resting`: no request is being answered; one that is preempted still is.
         """
         exchanging = self._turn_due(resting) or self._exchange_due(tokens, resting)
-        return exchanging or self._save_in(tokens) == 0.0
+        return exchanging or self._asked is not None or self._save_in(tokens) == 0.0
 
     def idle_s(self, tokens: int) -> float | None:
         """Return the seconds that an engine without requests may sleep; None: until one comes."""
         exchanging = self._turn_due(True) or self._exchange_due(tokens, True)
-        return 0.0 if exchanging else self._save_in(tokens)
+        return 0.0 if exchanging or self._asked is not None else self._save_in(tokens)
 
     def go_on(self, resting: bool) -> None:
-        """Continue the round of exchanges that is under way; steps may run.
+        """Let shares and policies follow what was measured, and continue a round of exchanges.
+
+        Steps may run.
 
         If an exchange could change an answer, one that has not turned is dropped when a request
         runs.
         """
+        if self._shares is not None:
+            self._shares.follow()
+        if self._policies is not None:
+            self._policies.follow()
         if self._round is None:
             return
         if not self._may_turn(resting):
@@ -88,7 +121,7 @@ class ExpertUpkeep:
         self._note(self._round)
 
     def run(self, tokens: int, resting: bool) -> None:
-        """Exchange and save what is due; no step may be running.
+        """Exchange, save and show what is due; no step may be running.
 
         While requests run, this waits for no copy. If none runs, it waits for the copies of one
         exchange, so that every pause completes one, and a new request waits for at most one.
@@ -105,6 +138,17 @@ class ExpertUpkeep:
         if self._save_in(tokens) == 0.0:
             self._save()
             self._saved_tokens, self._saved_at = tokens, time.monotonic()
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            asked.set_result(self._view_now())
+
+    def ask_view(self) -> "Future[ExpertView]":
+        """Ask for a view, which `run` takes; all who ask before that share one."""
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = Future()
+            asked.set_running_or_notify_cancel()  # those who share it cannot cancel it
+        return asked
 
     def read(self) -> ExpertTelemetry:
         """Return all totals so far; waits for a step that runs."""
@@ -135,6 +179,7 @@ class ExpertUpkeep:
 
     def close(self) -> None:
         """End a round that is under way, and save statistics and placement; failures are logged."""
+        self._refuse_view()
         if self._round is not None:
             self._count_done(self._round, self._round.stop)
             self._note(self._round)
@@ -149,6 +194,7 @@ class ExpertUpkeep:
 
         Exchanges under way are left as they are, and a lost GPU is not asked for its counts.
         """
+        self._refuse_view()
         with contextlib.suppress(Exception):  # without them, the counts read last are saved
             if not self._lost():
                 self._counts = self._routing.counts()
@@ -176,7 +222,10 @@ class ExpertUpkeep:
                 "smaller --expert-budget or --device-memory",
                 self._rules.placement_path,
             )
-        if self._some_cold and self._experts is None and self._rules.swap_every is not None:
+        cached = self._store is not None and self._store.is_cached
+        if cached:
+            log.info("exchanges: none, since decode steps fill the slots of experts themselves")
+        elif self._some_cold and self._experts is None and self._rules.swap_every is not None:
             log.info(
                 "exchanges: none, since cold experts are left out and held nowhere; with "
                 "--keep-host-copy they are held, and may become hot"
@@ -236,8 +285,8 @@ class ExpertUpkeep:
             self._history.save()
 
     def _save_placement(self) -> None:
-        path, placement = self._rules.placement_path, self._placement()
-        if path is None or placement is None:
+        path = self._rules.placement_path
+        if path is None or (placement := self._placement()) is None:
             return
         save_placement(path, placement, self._model.identity)
         log.info("experts: placement saved to %s", path)
@@ -248,7 +297,11 @@ class ExpertUpkeep:
         counts = self._count_hits()
         experts = self._experts
         planned = plan_exchanges(
-            experts.placement(), self._seen(counts), experts.layers(), self._rules.policy
+            experts.placement(),
+            self._seen(counts),
+            experts.layers(),
+            self._rules.policy,
+            experts.speeds,
         )
         self._unfinished = bool(planned)
         if planned:
@@ -286,7 +339,25 @@ class ExpertUpkeep:
         """Count the choices so far as hits or misses, before experts move; return them."""
         self._counts, decode = self._routing.counts_with_decode()
         self._hits.count(self._counts, decode)
+        if self._store is not None and self._store.is_cached:
+            self._hits.set_placement(self._store.current_placement())
         return self._counts
+
+    def _refuse_view(self) -> None:
+        if self._asked is not None:
+            self._asked.set_exception(CapacityError("The engine is shutting down."))
+
+    def _view_now(self) -> ExpertView:
+        counts = (self._count_hits() - self._start_counts).tolist()
+        hot = self._hits.hot()
+        rows = zip(self._model.layers, self._model.used, counts, hot, strict=True)
+        return ExpertView(
+            tuple(
+                LayerView(used, tuple(picks[: layer.experts]), tuple(places[: layer.experts]))
+                for layer, used, picks, places in rows
+            ),
+            self._hits.reading(self._meter, self._exchanged).since(self._start),
+        )
 
     def _seen(self, counts: torch.Tensor) -> tuple[tuple[float, ...], ...]:
         """Return the choices of about the last SWAP_WINDOW tokens."""

@@ -33,6 +33,7 @@ def upkeep_rules(options: Options) -> UpkeepRules:
         )
     policy = ExchangePolicy(
         min_gain=options.swap_min_gain,
+        false_chance=options.swap_false_chance,
         per_layer=options.swap_per_layer,
         most_bytes=parse_size(options.swap_bytes, "swap_bytes"),
     )

@@ -1,4 +1,4 @@
-"""Abilities: what a model's files say about chat, thoughts, tools and sampling, without weights."""
+"""Abilities: tokenizer, chat template, thoughts and tool calls of a model, read from its files."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from headroom.formats.checkpoint import Checkpoint
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.reasoning import Reasoning, find_reasoning
-from headroom.text.thought_budget import EFFORTS
+from headroom.text.thought_budget import EFFORT_SHARES
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import ToolFormat, find_tool_format
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """How a model is talked to."""
+    """How to talk to a model; read without its weights."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None  # None: the model only continues text
@@ -22,7 +22,7 @@ class Abilities:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "Abilities":
-        """Return what a checkpoint's tokenizer and chat template say."""
+        """Return the abilities of the model in a checkpoint."""
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
         template = None
         if checkpoint.chat_template is not None:
@@ -37,15 +37,15 @@ class Abilities:
         )
 
     def reasoning_facts(self) -> dict[str, Any]:
-        """Return whether and how the model thinks, as JSON."""
+        """Return whether and how the model writes thoughts, as JSON."""
         if self.reasoning is None:
             return {"supported": False}
         return {
             "supported": True,
             "start": self.reasoning.start,
             "end": self.reasoning.end,
-            "default": "on" if self.reasoning.opened else "by the template",
-            "efforts": list(EFFORTS),
+            "default": "on" if self.reasoning.opened else "by the model",
+            "efforts": list(EFFORT_SHARES),
         }
 
     def stop_tokens(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""AnswerText: the text of one answer, made from its tokens and cut at the first stop text."""
+"""AnswerText: turns the tokens of one answer into thought, text and tool calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from headroom.text.tokenizer import Tokenizer
 
 
 class AnswerText:
-    """Turns the tokens of one answer into the thoughts, text and tool calls that a user sees.
+    """Turns the tokens of one answer into what a user sees, up to the first stop text.
 
-    Stop texts are looked for in the text only, not in thoughts and tool calls.
+    Stop texts are looked for in the text only, not in the thought or in tool calls.
     """
 
     def __init__(
@@ -21,18 +21,17 @@ class AnswerText:
         stops: Sequence[str] = (),
         parser: AnswerParser | None = None,  # None: the answer is plain text
         *,
-        continues: bool = False,  # the answer goes on after the prompt's text
+        continues: bool = False,  # the answer continues the prompt's text
     ) -> None:
         self._parser = parser or AnswerParser()
-        # Control tokens that the parser reads are not hidden from it.
         self._detokenizer = Detokenizer(tokenizer, marks=self._parser.marks, continues=continues)
         self._stops = StopFinder(stops)
-        self.decoded = 0  # characters that the tokens so far stand for, shown or not
-        self.thought_tokens = 0  # tokens of thoughts so far, with the marks around them
-        # What the parser's `keep` is told at the end, if it is there.
+        self.decoded = 0  # characters of all tokens so far, shown or not
+        self.thought_tokens = 0  # tokens of the thought so far, with the marks around it
+        # For the parser's `keep`, which is called with the whole answer; unused without one.
         self._tokens: list[int] = []
         self._raw: list[str] = []
-        self._rest = 0  # characters up to the end of the thought
+        self._after_thought = 0  # characters up to the end of the thought
         self._parts: list[AnswerParts] = []
 
     @property
@@ -47,8 +46,12 @@ class AnswerText:
 
     @property
     def shown(self) -> int:
-        """Characters that were given out or that were marks; up to the stop text, if one came."""
+        """The number of characters that were returned or were markup, up to a stop text."""
         return self.decoded - self._parser.held - self._stops.withheld
+
+    def is_text(self, start: int, end: int) -> bool:
+        """Return whether some of the characters from `start` to `end` are shown as text."""
+        return self._parser.is_text(start, end)
 
     def push(self, token_id: int) -> AnswerParts:
         """Take one token and return what may be shown now."""
@@ -58,7 +61,7 @@ class AnswerText:
         if self._parser.keep is not None:
             self._tokens.append(token_id)
             if was_thinking:
-                self._rest = self.decoded
+                self._after_thought = self.decoded
         return parts
 
     def finish(self) -> AnswerParts:
@@ -77,7 +80,12 @@ class AnswerText:
             calls=tuple(call for part in self._parts for call in part.calls) + last.calls,
         )
         keep(
-            WrittenAnswer(tokens=self._tokens, raw="".join(self._raw), rest=self._rest, parts=parts)
+            WrittenAnswer(
+                tokens=self._tokens,
+                raw="".join(self._raw),
+                after_thought=self._after_thought,
+                parts=parts,
+            )
         )
 
     def _show(self, text: str) -> AnswerParts:
@@ -89,10 +97,10 @@ class AnswerText:
         return parts
 
     def _cut(self, parts: AnswerParts) -> AnswerParts:
-        """Return parts of the answer up to a stop text; calls come after the text."""
+        """Return parts up to a stop text; the calls of parts come after their text."""
         text = self._stops.push(parts.text)
         if self.stopped:
             return replace(parts, text=text, calls=())
-        if parts.calls:  # a stop text does not begin before a call and end after it
+        if parts.calls:  # a stop text cannot begin before a call and end after it
             text += self._stops.finish()
         return replace(parts, text=text)

@@ -1,10 +1,10 @@
-"""AnswerParser: splits the text of an answer into thoughts, text and tool calls as it comes."""
+"""AnswerParser: splits an answer into thought, text and tool calls while it streams in."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from headroom.text.call_parser import CallParser
-from headroom.text.call_scanner import CallArguments, CallEvent, CallStart, Words
+from headroom.text.call_scanner import CallEvent, CallStart, PlainText
 from headroom.text.conversation import Tool
 from headroom.text.reasoning import Reasoning
 from headroom.text.stops import overlap
@@ -15,10 +15,10 @@ from headroom.text.tool_formats import ToolFormat
 class CallDelta:
     """What a piece of an answer adds to one tool call."""
 
-    index: int  # which call of the answer
-    id: str = ""  # with the first delta of a call
-    name: str = ""  # with the first delta of a call
-    arguments: str = ""  # the next piece of the arguments' JSON text
+    index: int  # the call's number in the answer, from 0
+    id: str = ""  # only in the first delta of a call
+    name: str = ""  # only in the first delta of a call
+    arguments: str = ""  # the next piece of the arguments, as JSON text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParts:
-    """What a piece of an answer adds: first to its thought, then to its text, then to its calls."""
+    """What a piece of an answer adds to the thought, then to the text, then to the calls."""
 
     thought: str = ""
     text: str = ""
     calls: tuple[CallDelta, ...] = ()
 
     def __add__(self, more: "AnswerParts") -> "AnswerParts":
-        """Return these parts with the parts that follow them."""
+        """Return these parts and the parts that follow them as one."""
         return AnswerParts(
             thought=self.thought + more.thought,
             text=self.text + more.text,
@@ -47,18 +47,26 @@ class AnswerParts:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TextSpan:
+    """A range of the characters of an answer that are text: no thought, no call, no markup."""
+
+    start: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenAnswer:
-    """A whole answer as the model wrote it, and what was read from it."""
+    """A whole answer as the model wrote it, and the parts that were read from it."""
 
     tokens: Sequence[int]  # without the token that ended the answer
-    raw: str  # their text, with the marks that the parser reads
-    rest: int  # where in `raw` the part after the thought begins; 0 without a thought
+    raw: str  # the text of the tokens, markup included
+    after_thought: int  # the index in `raw` after the thought's end mark; 0 without a thought
     parts: AnswerParts
 
 
 def join_calls(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
-    """Return the whole tool calls that deltas add up to."""
+    """Return the whole tool calls that the deltas of an answer add up to."""
     calls: dict[int, ToolCall] = {}
     for delta in deltas:
         known = calls.get(delta.index, ToolCall(id=delta.id, name=delta.name, arguments=""))
@@ -67,21 +75,20 @@ def join_calls(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
 
 
 class AnswerParser:
-    """Splits an answer into thoughts, text and tool calls; marks never appear in any of them.
+    """Splits one answer into thought, text and tool calls, without the marks between them.
 
-    A thought is recognised where the prompt has opened one, or where the answer begins with its
-    start mark. White space around a thought belongs to the marks and is dropped. Tool calls are
-    recognised after the thought, and only where the request has tools; `CallParser` says how
-    calls are told from text, and what becomes of those that break.
+    The answer begins with a thought if the prompt has opened one, or if the answer itself begins
+    with the start mark. White space around a thought is dropped. Tool calls come after the thought,
+    and are looked for only if the request has tools. `CallParser` tells them from text.
     """
 
     def __init__(
         self,
         reasoning: Reasoning | None = None,
         *,
-        in_thought: bool = False,
+        in_thought: bool = False,  # the prompt ends inside a thought
         begun: bool = False,  # the prompt has the first words of the text: no thought can follow
-        tools: Collection[Tool] = (),  # none: what looks like a call is text
+        tools: Collection[Tool] = (),  # that may be called; without any, all is text
         format: ToolFormat | None = None,  # how the model writes calls
         keep: Callable[[WrittenAnswer], None] | None = None,  # called with the whole answer
     ) -> None:
@@ -91,13 +98,18 @@ class AnswerParser:
         self._calls = CallParser(format, tools) if format is not None and tools else None
         self._thinking = in_thought and reasoning is not None
         self.begun = begun
-        self._at_start = not begun  # of a thought or of the text after one: white space is dropped
-        # Only white space came, outside a thought.
+        # A thought, or the text after it, begins here: white space is dropped.
+        self._at_start = not begun
+        # The answer so far is white space: a thought may still begin.
         self._may_think = reasoning is not None and not begun
         self._held = ""  # the end of the text, which may be the start of a mark
-        self._thought: list[str] = []  # what was given out of it, where calls may be in it
-        self._events: list[CallEvent] = []  # read from the text and not given out yet
+        self._thought: list[str] = []  # pieces of the thought, in which calls may be found at last
+        self._events: list[CallEvent] = []  # read from the text and not returned yet
         self._index = -1  # of the last call
+        self._pushed = 0  # characters of the answer so far
+        self._has_content = False  # text or calls have come
+        self._content_start = 0  # characters of the answer before them
+        self._spans: list[TextSpan] = []  # the text that was returned, in order
 
     @property
     def in_thought(self) -> bool:
@@ -111,13 +123,13 @@ class AnswerParser:
 
     @property
     def held(self) -> int:
-        """Characters that were pushed and not given out yet."""
-        waiting = sum(len(event.text) for event in self._events if isinstance(event, Words))
+        """The number of characters that were pushed and not returned yet."""
+        waiting = sum(len(event.text) for event in self._events if isinstance(event, PlainText))
         return len(self._held) + waiting + (self._calls.held if self._calls is not None else 0)
 
     @property
     def marks(self) -> frozenset[int]:
-        """Tokens of markup that the parser must see, even where they are control tokens."""
+        """Ids of the tokens whose text the parser must see, even if they are control tokens."""
         marks: frozenset[int] = frozenset()
         if self._reasoning is not None:
             marks |= {self._reasoning.start_id, self._reasoning.end_id}
@@ -128,10 +140,11 @@ class AnswerParser:
     def push(self, text: str) -> AnswerParts:
         """Take the next piece of the answer and return what it adds.
 
-        Text that comes after a piece of a call is returned by the next call of `push`, so that the
-        order of the parts is the order in the answer.
+        Text that follows a call is returned by the next `push` or by `finish`: parts list text
+        before calls, and must keep the order of the answer.
         """
         self._held += text
+        self._pushed += len(text)
         thought = content = ""
         while self._held:
             before = self._held, self._thinking
@@ -144,10 +157,9 @@ class AnswerParser:
                 content += self._take_text()
             if before == (self._held, self._thinking):
                 break
-        if self._calls is not None and content:
-            self._events += self._calls.push(content)
-            content = ""
-        return AnswerParts(thought=thought, text=content) + self._take_parts()
+        if content:
+            self._take_content(content)
+        return AnswerParts(thought=thought) + self._take_parts()
 
     def finish(self) -> AnswerParts:
         """Return what was held back; no more text comes."""
@@ -155,16 +167,42 @@ class AnswerParser:
         if self._thinking:
             self._events += self._calls_in_thought(held)
             return AnswerParts(thought=held.rstrip()) + self._take_parts()
-        if self._calls is None:
-            return AnswerParts(text=held)
-        self._events += self._calls.push(held) + self._calls.finish()
+        self._take_content(held)
+        if self._calls is not None:
+            self._events += self._calls.finish()
         parts = AnswerParts()
         while self._events:
             parts += self._take_parts()
         return parts
 
+    def _take_content(self, content: str) -> None:
+        """Take the next piece of text and calls, which ends where the answer ends now."""
+        start = self._pushed - len(content)
+        if self._calls is None:
+            self._events += [PlainText(content, start)] if content else []
+            return
+        if not self._has_content:
+            self._has_content, self._content_start = True, start
+        self._events += self._calls.push(content)
+
+    def is_text(self, start: int, end: int) -> bool:
+        """Return whether text that was returned has characters of a range of the answer.
+
+        Without thoughts and calls, all of an answer is text.
+        """
+        if self._reasoning is None and self._calls is None:
+            return True
+        return any(span.start < end and start < span.end for span in self._spans)
+
+    def _add_span(self, event: PlainText) -> None:
+        start = self._content_start + event.start
+        end = start + len(event.text)
+        if self._spans and self._spans[-1].end == start:
+            start = self._spans.pop().start
+        self._spans.append(TextSpan(start, end))
+
     def _calls_in_thought(self, held: str) -> list[CallEvent]:
-        """Return the calls with which a thought ends that the model forgot to end before them."""
+        """Return the calls at the end of a thought whose end mark the model forgot."""
         if self._format is None or self._calls is None:
             return []
         text = "".join(self._thought) + held
@@ -173,34 +211,30 @@ class AnswerParser:
             while place >= 0:
                 parser = CallParser(self._format, self._calls.tools)
                 events = parser.push(text[place:]) + parser.finish()
-                if not any(isinstance(event, Words) for event in events) and not parser.broke:
+                if not any(isinstance(event, PlainText) for event in events) and not parser.broke:
                     return events
                 place = text.find(start, place + 1)
         return []
 
     def _take_parts(self) -> AnswerParts:
-        """Return what was read from the text, up to text that comes after a piece of a call."""
+        """Return the events that wait, but none from the first text after a call on."""
         text = ""
         calls: list[CallDelta] = []
-        while self._events and not (calls and isinstance(self._events[0], Words)):
+        while self._events and not (calls and isinstance(self._events[0], PlainText)):
             event = self._events.pop(0)
-            if isinstance(event, Words):
+            if isinstance(event, PlainText):
                 text += event.text
+                self._add_span(event)
             elif isinstance(event, CallStart):
                 assert self._format is not None
                 self._index += 1
                 call_id = event.id or self._format.new_id()
                 calls.append(CallDelta(index=self._index, id=call_id, name=event.name))
+            elif calls and not calls[-1].name:  # join pieces of one call's arguments
+                calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + event.json)
             else:
-                calls.append(self._with_arguments(calls, event))
+                calls.append(CallDelta(index=self._index, arguments=event.json))
         return AnswerParts(text=text, calls=tuple(calls))
-
-    def _with_arguments(self, calls: list[CallDelta], event: CallArguments) -> CallDelta:
-        """Return the delta of a piece of arguments, joined to the piece that was last, if any."""
-        if calls and not calls[-1].name:
-            last = calls.pop()
-            return replace(last, arguments=last.arguments + event.json)
-        return CallDelta(index=self._index, arguments=event.json)
 
     def _take_thought(self) -> str:
         assert self._reasoning is not None
@@ -210,7 +244,7 @@ class AnswerParser:
         if mark:
             self._held, self._thinking, self._at_start = rest, False, True
             return thought.rstrip()
-        # White space at the end is held, too: the end mark may follow.
+        # White space at the end is held back, too: the end mark may follow it.
         safe = len(self._held) - overlap(self._held, [self._reasoning.end])
         shown = self._held[:safe].rstrip()
         self._held = self._held[len(shown) :]

@@ -16,23 +16,22 @@ from headroom.text.tool_formats import ToolFormat
 
 
 class CallParser:
-    """Splits the text of an answer into words and calls; the result does not depend on the pieces.
+    """Splits an answer into text and calls; the result does not depend on how the text is cut.
 
-    - A call is given out from the moment its name is known. What looked like a call and is none
-      (no tool has the name, or the markup is wrong before the name) is given out as text.
-    - A call that breaks after its name keeps the arguments that were read. They end where it broke,
-      so they are an incomplete JSON text: a client must not take half a command for a whole one.
-      What could not be read comes as text. Only where nothing but closing brackets is missing
-      before the end mark of the call are the brackets added.
-    - White space between text and a call, and between calls, belongs to neither.
+    - A call begins as soon as its name is known. Text that only looks like a call (no tool has the
+      name, or the markup before the name is wrong) stays text.
+    - A call may break off after its name. It keeps the arguments up to there, which are incomplete
+      JSON, so that no client runs half a command; what follows is text. But if only closing
+      brackets are missing before the call's end mark, they are added.
+    - White space between text and a call, and between calls, is dropped.
     """
 
     def __init__(self, form: ToolFormat, tools: Collection[Tool]) -> None:
         self.tools = tools
-        self.broke = False  # a call that was given out has broken
+        self.broke = False  # a call has begun and broken off
         self._format = form
         self._scan = CallScanner(tools)
-        self._wrote = False  # text was given out before
+        self._has_text = False  # text was emitted before
         self._bare = form.begins_bare  # a call without a mark may begin here
         self._after_call = False  # only white space came since a call
         self._reading = self._read()
@@ -40,22 +39,21 @@ class CallParser:
 
     @property
     def held(self) -> int:
-        """Characters that were pushed and not given out yet."""
+        """The number of characters that were pushed and are not in any event yet."""
         return self._scan.held
 
     def push(self, text: str) -> list[CallEvent]:
-        """Take the next piece of the answer and return what it adds, in order."""
+        """Take the next piece of the answer and return its events in order."""
         self._scan.push(text)
-        next(self._reading, None)
-        return self._events()
+        return self._read_on()
 
     def finish(self) -> list[CallEvent]:
-        """Return what was held back; no more text comes."""
+        """Return the events of the text that was held back; no more text comes."""
         self._scan.ended = True
-        next(self._reading, None)
-        return self._events()
+        return self._read_on()
 
-    def _events(self) -> list[CallEvent]:
+    def _read_on(self) -> list[CallEvent]:
+        next(self._reading, None)
         events, self._scan.events = self._scan.events, []
         return events
 
@@ -66,7 +64,7 @@ class CallParser:
             yield from self._read_block()
 
     def _read_text(self) -> Reading[bool]:
-        """Give out text up to the next start of calls; False at the end of the answer."""
+        """Emit text up to the next start of calls; return False at the end of the answer."""
         scan = self._scan
         starts = self._format.starts
         while True:
@@ -76,30 +74,31 @@ class CallParser:
                 return True
             places = [place for mark in starts if (place := rest.find(mark)) >= 0]
             if places:
-                self._say(rest[: min(places)].rstrip(BLANKS))
+                self._emit_text(rest[: min(places)].rstrip(BLANKS))
                 return True
             if scan.ended:
-                self._say(rest if stripped or not self._after_call else "")
+                self._emit_text(rest if stripped or not self._after_call else "")
                 scan.advance(len(scan.rest))
                 scan.commit()
                 return False
-            # White space at the end is held, too: a call may follow.
-            self._say(rest[: len(rest) - overlap(rest, starts)].rstrip(BLANKS))
+            # White space at the end is held back, too: a call may follow it.
+            self._emit_text(rest[: len(rest) - overlap(rest, starts)].rstrip(BLANKS))
             yield
 
-    def _say(self, text: str) -> None:
-        """Give out text that comes next."""
+    def _emit_text(self, text: str) -> None:
+        """Read and emit the text that comes next."""
         if not text:
             return
         self._scan.advance(len(text))
         self._scan.commit()
-        if self._after_call and not self._wrote:
+        if self._after_call and not self._has_text:
             text = text.lstrip(BLANKS)
         self._bare = self._after_call = False
-        self._wrote = True
-        self._scan.say(text)
+        self._has_text = True
+        self._scan.emit_text(text)
 
     def _read_block(self) -> Reading[None]:
+        """Read a block of calls; if it is none, emit its first character as text."""
         scan = self._scan
         calls = scan.calls
         yield from scan.skip_blanks()
@@ -109,7 +108,7 @@ class CallParser:
         scan.rewind()
         if scan.calls > calls:
             self._after_call, self._bare = True, self._format.begins_bare
-        else:  # the mark is text, and what follows it is looked at again
+        else:  # a call may still begin after the first character of what is no mark
             rest = scan.rest
-            mark = len(rest) - len(rest.lstrip(BLANKS)) + 1
-            self._say(rest[:mark])
+            blanks = len(rest) - len(rest.lstrip(BLANKS))
+            self._emit_text(rest[: blanks + 1])

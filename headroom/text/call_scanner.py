@@ -1,4 +1,4 @@
-"""CallScanner: the text of an answer as it comes, for generators that read tool calls from it."""
+"""CallScanner: reads tool calls from an answer's text while the text still streams in."""
 
 import json
 import re
@@ -10,10 +10,11 @@ from headroom.text.conversation import Tool
 from headroom.text.stops import overlap
 
 T = TypeVar("T")
-# A reader of a part of the answer. It yields where it needs more text to decide anything, so what
-# it returns depends on the whole text and never on how the text was cut into pieces.
+# A generator that reads a part of the answer. It yields when it needs more text to go on. So its
+# result depends on the whole text only, never on how the text was cut into pieces.
 Reading = Generator[None, None, T]
 BLANKS = " \t\r\n"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null"}
 _WORDS |= {"True": "true", "False": "false", "None": "null"}  # as Python prints them
@@ -21,46 +22,53 @@ _ESCAPES = '"\\/bfnrt'
 
 
 class NotACallError(Exception):
-    """The text is not a call, or no longer one."""
+    """The text at this place is not a tool call, or it is one that breaks off."""
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """Text for the reader of an answer."""
+class PlainText:
+    """A piece of text outside of calls."""
 
     text: str
+    start: int = 0  # its place in the answer: characters before it
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A call whose name is known."""
+    """The beginning of a call: its name is known."""
 
     name: str
-    id: str  # "" if the model gave it none
+    id: str  # "" if the model did not write one
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the JSON text of the last call's arguments."""
+    """The next piece of the arguments of the call that began last, as JSON text."""
 
     json: str
 
 
-CallEvent = Words | CallStart | CallArguments
+CallEvent = PlainText | CallStart | CallArguments
 
 
 class CallScanner:
-    """Text that has come and is not read yet, and the events that were read from it."""
+    """Holds the text that is not read yet, and the events that were read from earlier text.
+
+    A reader moves through the text with `advance` and the methods that take text. `commit` makes
+    this final; `rewind` goes back to the last commit, so that text which turned out not to be a
+    call can be emitted as plain text.
+    """
 
     def __init__(self, tools: Collection[Tool]) -> None:
         self.tools: Mapping[str, Tool] = {tool.name: tool for tool in tools}
         self.events: list[CallEvent] = []
         self.ended = False  # no more text comes
-        self.in_call = False  # a call's name was given out, and the call has not ended
-        self.calls = 0  # calls whose name was given out
+        self.in_call = False  # a call's start was emitted, and the call has not ended
+        self.calls = 0  # calls whose start was emitted
         self._text = ""
-        self._position = 0  # what is before it has been read
-        self._kept = 0  # what is before it has been given out, or was markup of a call
+        self._dropped = 0  # characters of the answer before `_text`
+        self._position = 0  # text before this index has been read
+        self._committed = 0  # text before this index has been emitted, or was markup of a call
 
     @property
     def rest(self) -> str:
@@ -69,35 +77,37 @@ class CallScanner:
 
     @property
     def held(self) -> int:
-        """Characters that may still have to be given out as text."""
-        return len(self._text) - self._kept
+        """The number of characters that may still have to be emitted as plain text."""
+        return len(self._text) - self._committed
 
     def push(self, text: str) -> None:
-        """Add text that has come."""
-        self._text = self._text[self._kept :] + text
-        self._position -= self._kept
-        self._kept = 0
+        """Append the next piece of the answer."""
+        self._text = self._text[self._committed :] + text
+        self._dropped += self._committed
+        self._position -= self._committed
+        self._committed = 0
 
     def advance(self, characters: int) -> None:
-        """Count characters of the rest as read."""
+        """Move forward by some characters, or back if the number is negative."""
         self._position += characters
 
     def commit(self) -> None:
-        """Count everything that was read as given out: it will not come back as text."""
-        self._kept = self._position
+        """Make final what was read so far: `rewind` does not go back behind it."""
+        self._committed = self._position
 
     def rewind(self) -> None:
-        """Go back to what was last given out: what was read since is to be read as text."""
-        self._position = self._kept
+        """Go back to the last commit."""
+        self._position = self._committed
         self.in_call = False
 
-    def say(self, text: str) -> None:
-        """Give out text for the reader of the answer."""
+    def emit_text(self, text: str) -> None:
+        """Emit a piece of text outside of calls, which ends where the scanner is."""
         if text:
-            self.events.append(Words(text))
+            start = self._dropped + self._position - len(text)
+            self.events.append(PlainText(text, start))
 
-    def begin(self, name: str, call_id: str = "") -> None:
-        """Give out the name of a call; the text is no call if no tool has the name."""
+    def begin_call(self, name: str, call_id: str = "") -> None:
+        """Emit the start of a call; raise NotACallError if no tool has the name."""
         if name not in self.tools:
             raise NotACallError(f"There is no tool {name!r}.")
         self.events.append(CallStart(name, call_id))
@@ -105,15 +115,19 @@ class CallScanner:
         self.calls += 1
         self.commit()
 
-    def add(self, arguments: str) -> None:
-        """Give out a piece of the call's arguments."""
+    def add_json(self, arguments: str) -> None:
+        """Emit a piece of the JSON text of the call's arguments."""
         assert self.in_call
         if arguments:
             self.events.append(CallArguments(arguments))
         self.commit()
 
+    def add_string_piece(self, text: str) -> None:
+        """Emit a piece of text as a piece of a JSON string, which the caller begins and ends."""
+        self.add_json(json.dumps(text, ensure_ascii=False)[1:-1])
+
     def end_call(self) -> None:
-        """End the call: what follows is text again."""
+        """End the call that began last."""
         self.in_call = False
         self.commit()
 
@@ -126,14 +140,21 @@ class CallScanner:
     def starts_with(self, mark: str) -> Reading[bool]:
         """Return whether a mark comes next."""
         while True:
-            come = self._text[self._position : self._position + len(mark)]
-            if not mark.startswith(come):
+            begin = self._text[self._position : self._position + len(mark)]
+            if not mark.startswith(begin):
                 return False
-            if len(come) == len(mark):
+            if len(begin) == len(mark):
                 return True
             if self.ended:
                 return False
             yield
+
+    def starts_with_any(self, marks: Collection[str]) -> Reading[bool]:
+        """Return whether one of several marks comes next."""
+        for mark in marks:
+            if (yield from self.starts_with(mark)):
+                return True
+        return False
 
     def take(self, mark: str) -> Reading[bool]:
         """Read a mark if it comes next, and return whether it did."""
@@ -143,16 +164,16 @@ class CallScanner:
         return found
 
     def expect(self, mark: str) -> Reading[None]:
-        """Read a mark that must come next."""
+        """Read a mark that must come next; raise NotACallError if something else comes."""
         if not (yield from self.take(mark)):
             raise NotACallError(f"Expected {mark!r}.")
 
     def take_all(self, characters: str) -> Reading[str]:
-        """Read the characters that come next as long as they are among the given ones."""
+        """Read up to the first character that is not among the given ones."""
         return (yield from self._take_while(lambda character: character in characters))
 
     def take_before(self, characters: str) -> Reading[str]:
-        """Read what comes before the first of the given characters."""
+        """Read up to the first character that is among the given ones."""
         return (yield from self._take_while(lambda character: character not in characters))
 
     def _take_while(self, wanted: Callable[[str], bool]) -> Reading[str]:
@@ -172,10 +193,10 @@ class CallScanner:
         yield from self.take_all(BLANKS)
 
     def take_name(self, ends: str) -> Reading[str]:
-        """Read the name of a tool, up to one of the given characters, with white space around it.
+        """Read the name of a tool, which one of the given characters ends.
 
-        The text is no call as soon as it cannot become a tool's name, so that text which only looks
-        like a call is not held back for long.
+        White space around the name is dropped. As soon as no tool's name begins with what was read,
+        this raises NotACallError: text that only looks like a call is not held back for long.
         """
         yield from self.skip_blanks()
         name = ""
@@ -189,7 +210,7 @@ class CallScanner:
         return name.rstrip()
 
     def take_through(self, mark: str) -> Reading[str]:
-        """Read what comes before a mark, and the mark, and return the former."""
+        """Read up to the end of a mark, and return what comes before the mark."""
         while (place := self._text.find(mark, self._position)) < 0:
             if self.ended:
                 raise NotACallError(f"There is no {mark!r}.")
@@ -198,7 +219,7 @@ class CallScanner:
         self._position = place + len(mark)
         return taken
 
-    def pieces_before(
+    def stream_until(
         self,
         mark: str,
         follows: Collection[str],
@@ -206,10 +227,10 @@ class CallScanner:
         *,
         trims: bool,  # one line break at each end belongs to the markup
     ) -> Reading[None]:
-        """Pass on the pieces of a text up to its end mark, as they come, and read the mark.
+        """Read a text up to the end of its end mark, and pass it to `emit` as it comes.
 
-        A mark that none of `follows` follows is a part of the text: a file that a model writes may
-        contain the mark. After the last mark the answer may end, too.
+        The mark ends the text only if one of `follows`, or the end of the answer, comes after it.
+        Otherwise it is a part of the text: a model may write a file that contains the mark.
         """
         if trims and not (yield from self.take("\r\n")):
             yield from self.take("\n")
@@ -240,16 +261,64 @@ class CallScanner:
         self.advance(place + len(mark))
         emit(_without_line_break(rest[:place]) if trims else rest[:place])
 
+    def take_value(
+        self,
+        mark: str,
+        follows: Collection[str],
+        *,
+        opens: str,  # brackets that may begin the text if it is JSON
+        trims: bool,
+    ) -> Reading[str]:
+        """Read a text up to the end of its end mark, and return it when it is complete.
+
+        The mark ends the text in the same cases as for `stream_until`, but not inside a string of a
+        JSON object or list. If the mark comes only inside strings, the JSON is broken, and the
+        first mark ends the text.
+        """
+        if trims and not (yield from self.take("\r\n")):
+            yield from self.take("\n")
+        first, place, start = -1, -1, 0
+        while True:
+            rest = self.rest
+            place = rest.find(mark, start)
+            if place < 0:
+                if self.ended:
+                    break
+                start = max(start, len(rest) - len(mark) + 1)
+                yield
+                continue
+            after = rest[place + len(mark) :].lstrip()
+            is_end = any(after.startswith(follow) for follow in follows)
+            may_be_end = any(follow.startswith(after) for follow in follows)
+            if may_be_end and not is_end and not self.ended:
+                yield
+                continue
+            if is_end or may_be_end:
+                if not (rest.lstrip().startswith(tuple(opens)) and _ends_in_string(rest[:place])):
+                    break
+                first = place if first < 0 else first
+            start = place + len(mark)
+        place = first if place < 0 else place
+        if place < 0:
+            raise NotACallError(f"There is no {mark!r}.")
+        self.advance(place + len(mark))
+        return _without_line_break(rest[:place]) if trims else rest[:place]
+
+
+def _ends_in_string(text: str) -> bool:
+    """Return whether a JSON text breaks off inside a string."""
+    return '"' in _STRING.sub("", text)
+
 
 def _without_line_break(text: str) -> str:
     return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def read_string(scan: CallScanner, emit: Callable[[str], None]) -> Reading[None]:
-    """Pass on a JSON string as it comes.
+    """Read a JSON string and pass it to `emit` as it comes.
 
-    Models forget to escape line breaks and backslashes; here they are escaped. Half a surrogate
-    pair stands for no character and becomes the replacement character.
+    Line breaks and backslashes that the model forgot to escape are escaped. Half a surrogate pair
+    becomes the replacement character.
     """
     yield from scan.expect('"')
     emit('"')
@@ -270,7 +339,7 @@ def read_string(scan: CallScanner, emit: Callable[[str], None]) -> Reading[None]
 
 
 def _string_run(scan: CallScanner) -> Reading[str]:
-    """Read the plain characters of a string that have come."""
+    """Read the characters that have come, up to a quote, a backslash or a control character."""
     yield from scan.peek()
     rest = scan.rest
     end = 0
@@ -281,6 +350,7 @@ def _string_run(scan: CallScanner) -> Reading[str]:
 
 
 def _read_escape(scan: CallScanner) -> Reading[str]:
+    """Read a backslash and what belongs to it, and return a valid escape sequence."""
     yield from scan.expect("\\")
     kind = yield from scan.peek()
     if not kind:
@@ -289,7 +359,7 @@ def _read_escape(scan: CallScanner) -> Reading[str]:
         if kind in _ESCAPES:
             scan.advance(1)
             return "\\" + kind
-        return "\\\\"  # as in a regular expression that was not escaped
+        return "\\\\"  # the backslash itself, as in a regular expression that was not escaped
     scan.advance(1)
     first = yield from _hex_digits(scan)
     if first is None:
@@ -303,11 +373,12 @@ def _read_escape(scan: CallScanner) -> Reading[str]:
         return "\\ufffd\\\\u"
     if 0xDC00 <= int(second, 16) < 0xE000:
         return f"\\u{first}\\u{second}"
-    alone = 0xD800 <= int(second, 16) < 0xDC00
-    return "\\ufffd" + ("\\ufffd" if alone else f"\\u{second}")
+    scan.advance(-len(f"\\u{second}"))  # an escape of its own, which may begin a pair
+    return "\\ufffd"
 
 
 def _hex_digits(scan: CallScanner) -> Reading[str | None]:
+    """Read four hexadecimal digits; None, with nothing read, if others come."""
     digits = ""
     while len(digits) < 4:
         digit = yield from scan.peek()
@@ -319,17 +390,17 @@ def _hex_digits(scan: CallScanner) -> Reading[str | None]:
     return digits
 
 
-def read_json(
+def read_json_value(
     scan: CallScanner, emit: Callable[[str], None], ends: Collection[str] = ()
 ) -> Reading[None]:
-    """Pass on one JSON value as it comes, in pieces that are valid so far.
+    """Read one JSON value and pass it to `emit` as it comes, with small mistakes mended.
 
-    A comma before a closing bracket is left out, Python's True, False and None become JSON's words,
-    and brackets that are still open at one of the `ends` are closed.
+    A comma before a closing bracket is dropped. Python's True, False and None become true, false
+    and null. Brackets that are still open where one of `ends` comes are closed.
     """
-    stack: list[str] = []  # the brackets to close
-    gap = ""  # white space and commas since the last piece
-    wants = "value"  # or "key", "colon", "next"
+    stack: list[str] = []  # the closing brackets that are still to come
+    gap = ""  # white space and a comma that are read and not yet passed on
+    wants = "value"  # or "key", "colon", "next": a comma or a closing bracket
     while True:
         gap += yield from scan.take_all(BLANKS)
         character = yield from scan.peek()
@@ -346,7 +417,7 @@ def read_json(
                 gap += ","
                 wants = "key" if stack[-1] == "}" else "value"
             else:
-                if not (yield from _any_of(scan, ends)):
+                if not (yield from scan.starts_with_any(ends)):
                     raise NotACallError("A comma or a bracket is missing.")
                 emit("".join(reversed(stack)))
                 return
@@ -376,19 +447,13 @@ def read_json(
             return
 
 
-def _any_of(scan: CallScanner, marks: Collection[str]) -> Reading[bool]:
-    for mark in marks:
-        if (yield from scan.starts_with(mark)):
-            return True
-    return False
-
-
 def _read_plain_value(scan: CallScanner) -> Reading[str]:
     """Read a number, true, false or null."""
     word = yield from scan.take_before(BLANKS + ',:]}[{"<')
     value = _WORDS.get(word, word if _NUMBER.fullmatch(word) else None)
-    if value is None or not (yield from scan.peek()):  # at the end, digits may be missing
-        raise NotACallError(f"{word!r} is no JSON value.")
+    # A value at the very end of the answer is refused: its last digits may be missing.
+    if value is None or not (yield from scan.peek()):
+        raise NotACallError(f"{word!r} is not a JSON value.")
     return value
 
 
@@ -401,14 +466,14 @@ def read_string_value(scan: CallScanner) -> Reading[str]:
 
 
 def whole_json(text: str) -> str | None:
-    """Return a text as one JSON value, with small mistakes mended; None if it is none."""
+    """Return a text that is one JSON value, with small mistakes mended; None if it is not one."""
     scan = CallScanner(())
     scan.push(text.strip() + "\n")
     scan.ended = True
     pieces: list[str] = []
     try:
-        for _ in read_json(scan, pieces.append):
-            raise AssertionError("a text that has ended is never waited for")
+        for _ in read_json_value(scan, pieces.append):
+            raise AssertionError("a reader waited for more of a text that has ended")
     except NotACallError:
         return None
     return None if scan.rest.strip() else "".join(pieces)

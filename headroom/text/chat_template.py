@@ -8,10 +8,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from headroom.errors import ModelError, RequestError
-from headroom.text.template_sandbox import MAX_CHARACTERS, TemplateEnvironment, plain_data
+from headroom.text.template_limits import MAX_CHARACTERS, new_budget
+from headroom.text.template_sandbox import TemplateEnvironment, plain_data
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the standard name first
-REMINDER = "<system-reminder>\n{text}\n</system-reminder>"
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the most usual name first
+REMINDER = "<system-reminder>\n{text}\n</system-reminder>"  # a system message in the user's text
 PROBE = "a probe of parts"
 
 
@@ -41,12 +42,12 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt; whatever the template raises becomes a RequestError.
 
-        Many templates want one system message at the beginning and roles that alternate. Where a
-        template refuses the messages as they are, it gets them in that form.
+        Many templates accept only one system message, at the beginning, and alternating roles. A
+        template that refuses the messages is tried again with messages in that form.
         """
         if not messages:
             raise RequestError("There are no messages.", param="messages")
-        chat = [_with_reasoning(plain_data(message)) for message in messages]
+        chat = [_template_message(plain_data(message)) for message in messages]
         if any(isinstance(message.get("content"), list) for message in chat):
             chat = self._with_readable_parts(chat)
         settings = {
@@ -73,16 +74,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt up to the last word of the last message, which the model continues.
+        """Return the prompt up to the end of the last message's text, which the model continues.
 
-        The text of the last message gets a mark at its end, and the prompt is cut at the mark, so
-        that whatever the template writes after a message is left out.
+        The last message is rendered with a mark at the end of its text, and the prompt is cut
+        there: what the template writes after a message is left out.
         """
         last = messages[-1] if messages else {}
         content = last.get("content") or ""
         if last.get("role") != "assistant" or not isinstance(content, str):
             raise RequestError(
-                "Only a last message of the assistant that is a text can be continued.",
+                "Only a last message with the role assistant and text as content can be continued.",
+                hint="Let the conversation end with such a message, or do not ask to continue.",
                 param="messages",
             )
         mark = f"[{uuid.uuid4().hex}]"
@@ -102,27 +104,29 @@ class ChatTemplate:
         pieces: list[str] = []
         characters = 0
         try:
-            for piece in self._template.generate(variables):
-                pieces.append(piece)
-                characters += len(piece)
-                if characters > MAX_CHARACTERS:
-                    raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
+            with new_budget():
+                for piece in self._template.generate(variables):
+                    pieces.append(piece)
+                    characters += len(piece)
+                    if characters > MAX_CHARACTERS:
+                        raise TemplateError(f"the prompt has more than {MAX_CHARACTERS} characters")
         except Exception as error:  # template code can raise anything
-            raise RequestError(
-                f"The chat template refused the messages: {error}", param="messages"
-            ) from error
+            raise RequestError(_failure(error), param="messages") from error
         return "".join(pieces)
 
     def _with_readable_parts(self, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the chat, with lists of parts joined to texts where the template expects texts."""
+        """Return the chat with lists of parts joined to text, unless the template reads lists."""
         if self._reads_parts is None:
             self._reads_parts = self._probe_parts()
         if self._reads_parts:
             return chat
-        return [{**message, "content": _joined_text(message.get("content"))} for message in chat]
+        return [
+            {key: _joined_text(value) if key == "content" else value for key, value in x.items()}
+            for x in chat
+        ]
 
     def _probe_parts(self) -> bool:
-        """Whether the template renders a list of parts as their text, tested by a probe."""
+        """Whether the template writes the text of a list of parts; tested with a short message."""
         part = {"type": "text", "text": PROBE}
         chat = [{"role": "user", "content": [part]}]
         variables = {"messages": chat, "tools": None, "documents": None, **self._tokens}
@@ -133,20 +137,34 @@ class ChatTemplate:
         return PROBE in prompt and repr(PROBE) not in prompt and f'"{PROBE}"' not in prompt
 
 
-def _with_reasoning(message: Any) -> dict[str, Any]:
-    """Return a message whose reasoning has both names that templates read."""
+def _failure(error: Exception) -> str:
+    """Return what a client is told of an error that a template raised."""
+    if type(error) is TemplateError:  # the template's own words, or one of our limits
+        return f"The chat template refused the messages: {error}"
+    if isinstance(error, RecursionError):
+        return "The chat template failed on this request: it calls itself without end."
+    return f"The chat template failed on this request: {type(error).__name__}: {error}"
+
+
+def _template_message(message: Any) -> dict[str, Any]:
+    """Return a message without fields that are null, and with its thought under both usual names.
+
+    Clients send `"content": null` beside tool calls. Many templates would write "None" for it, and
+    nothing for a field that is missing.
+    """
     if not isinstance(message, dict):
         raise RequestError("A message is not an object with role and content.", param="messages")
-    thoughts = (message[name] for name in REASONING_FIELDS if message.get(name) is not None)
+    given: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    thoughts = (given[name] for name in REASONING_FIELDS if name in given)
     if (thought := next(thoughts, None)) is None:
-        return message
-    return {"thinking": thought, **message, "reasoning_content": thought}
+        return given
+    return {"thinking": thought, **given, "reasoning_content": thought}
 
 
 def _alternating(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat in which texts of one role in a row are one message.
+    """Return a chat in which consecutive texts of one role are one message.
 
-    A system message after the beginning becomes a part of the user's text, between marks.
+    A system message after the beginning becomes a part of the user's text, between tags.
     """
     turns: list[dict[str, Any]] = []
     for message in chat:

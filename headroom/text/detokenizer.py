@@ -7,22 +7,22 @@ from headroom.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns one stream of tokens into pieces of text that join to the text of all tokens."""
+    """Turns one stream of tokens into pieces of text; joined, they are the text of all tokens."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         show_control: bool = False,
-        marks: Container[int] = (),  # control tokens that are shown all the same
-        continues: bool = False,  # the text goes on after other text: its first blank counts
+        marks: Container[int] = (),  # control tokens that are shown nevertheless
+        continues: bool = False,  # the tokens continue a text, so their first blank is kept
     ) -> None:
         self._tokenizer = tokenizer
         self._show_control = show_control
         self._marks = marks
         # The decoder keeps the bytes of an unfinished character until its other bytes come.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # SentencePiece puts a blank before a text; only the first token can have it.
+        # SentencePiece adds a blank before a text: it is in the first token, and is dropped here.
         self._drops_blank = tokenizer.drops_blank and not continues
 
     def push(self, token_id: int) -> str:

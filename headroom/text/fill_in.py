@@ -1,4 +1,4 @@
-"""FillIn: prompts that ask a model for the text between two texts."""
+"""FillIn: prompts for fill-in-the-middle: the model writes the text between two texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from headroom.formats.checkpoint import Checkpoint
 from headroom.text.tokenizer import Tokenizer
 
-# The tokens before the text that comes first, before the text that comes after the gap, and before
-# the text of the gap, as models with fill-in-the-middle training name them.
+# Names of the tokens before the prefix (the text before the gap), before the suffix (the text after
+# the gap) and before the middle (the text that the model writes).
 _NAMES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen Coder, CodeGemma, StarCoder 2
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -17,8 +17,8 @@ _NAMES = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
 )
-_SUFFIX_FIRST = ("[PREFIX]", "[SUFFIX]")  # Codestral: the suffix comes first, and no third token
-# Tokens that follow a gap and are no part of it.
+_SUFFIX_FIRST = ("[PREFIX]", "[SUFFIX]")  # Codestral: the suffix comes first; no third token
+# Tokens that end the middle.
 _ENDS = (
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<fim_pad>", "<file_sep>", "<reponame>"),
     *("<|file_separator|>", "\u2581<EOT>", "<EOT>"),
@@ -27,12 +27,12 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillIn:
-    """The tokens with which a model is asked to fill a gap."""
+    """The tokens of a fill-in-the-middle prompt."""
 
-    prefix: int  # before the text that comes before the gap
-    suffix: int  # before the text that comes after the gap
-    middle: int | None  # before the text of the gap; None: the suffix comes first
-    stop_ids: frozenset[int]  # end the text of the gap, besides the model's own stop tokens
+    prefix: int  # the token before the prefix
+    suffix: int  # the token before the suffix
+    middle: int | None  # the token before the middle; None: the suffix comes first in the prompt
+    stop_ids: frozenset[int]  # end the middle, besides the model's own stop tokens
 
     def prompt(self, tokenizer: Tokenizer, before: str | Sequence[int], after: str) -> list[int]:
         """Return the prompt whose continuation is the text between `before` and `after`."""
@@ -51,7 +51,10 @@ class FillIn:
 
 
 def find_fill_in(checkpoint: Checkpoint, tokenizer: Tokenizer) -> FillIn | None:
-    """Return the tokens that a file names or that are known by name; None if it has none."""
+    """Return the model's tokens for filling in; None if it has none.
+
+    A file may name the tokens by id. Otherwise they are looked up by the names that models use.
+    """
     stops = frozenset(token for name in _ENDS if (token := tokenizer.find(name)) is not None)
     named = checkpoint.vocabulary.special_ids if checkpoint.vocabulary is not None else {}
     ids = [named.get(f"fim_{part}") for part in ("pre", "suf", "mid")]

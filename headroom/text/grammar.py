@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next in an answer that must match a schema or a grammar.
 
-The parser is llguidance's. A grammar is compiled once for a model's vocabulary; each answer then
-has a state of its own, which takes the answer's tokens and gives a mask before each of them.
+llguidance compiles and runs the grammars. A grammar is compiled once for a model's vocabulary. Each
+answer has a state of its own, which takes the answer's tokens and gives a mask before each of them.
 """
 
 import json
@@ -17,21 +17,21 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 
 from headroom.errors import HeadroomError, RequestError
 from headroom.text.conversation import OutputFormat
-from headroom.text.json_schemas import JSON_OPTIONS, count_remainders, parts_of, without_remarks
+from headroom.text.json_schemas import JSON_OPTIONS, schema_parts, sum_divisors, without_annotations
+from headroom.text.string_schemas import ASCII_CLASSES
 from headroom.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]  # token t is bit t % 32 of word t // 32
 
-MOST_CHARACTERS = 256 * 1024  # of a schema or grammar: a quarter of a million compile in seconds
-MOST_REMAINDERS = 100_000  # of all `multipleOf` of a schema: as many compile in a second
+MOST_GRAMMAR_CHARACTERS = 256 * 1024  # of a schema or grammar: it then compiles within seconds
+MOST_DIVISORS = 100_000  # sum of all `multipleOf` of a schema: it then compiles within a second
 KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
-ASCII_CLASSES = "dws"  # these classes of characters are those of ASCII, as in JSON schemas
 _LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
-_QUIET = 0  # log level: what is wrong with a grammar is said in the error, not on stderr
+_QUIET = 0  # log level of llguidance: errors are raised here, not printed by the library
 
 
 class Grammar:
-    """A compiled grammar; answers begin at its start and never share a state."""
+    """A compiled grammar, which many answers can use."""
 
     def __init__(self, start: LLMatcher, vocab: int) -> None:
         self._start = start
@@ -41,9 +41,23 @@ class Grammar:
         """Return the state of an answer that has no tokens yet."""
         return GrammarState(self._start.deep_copy(), self._vocab)
 
+    def count_matching(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first tokens of an answer match."""
+        return self._start.deep_copy().try_consume_tokens(list(tokens))
+
+    def after(self, tokens: Sequence[int]) -> "Grammar":
+        """Return the grammar of what may follow an answer's first tokens, all of which match."""
+        matcher = self._start.deep_copy()
+        matcher.consume_tokens(list(tokens))
+        assert not matcher.is_error()
+        return Grammar(matcher, self._vocab)
+
 
 class GrammarState:
-    """Where one answer is in its grammar; all stop tokens may come exactly where it may end."""
+    """The state of one answer in its grammar.
+
+    The model's stop tokens are allowed where the answer may end, and only there.
+    """
 
     def __init__(self, matcher: LLMatcher, vocab: int) -> None:
         self._matcher = matcher
@@ -54,7 +68,7 @@ class GrammarState:
         return True
 
     def mask(self) -> Mask:
-        """Return the tokens that may come next; at least one."""
+        """Return the mask of the tokens that may come next; it allows at least one."""
         words: Mask = np.empty(self._words, dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
@@ -72,22 +86,22 @@ class GrammarState:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise HeadroomError(f"The answer's grammar failed: {self._matcher.get_error()}.")
+            raise HeadroomError(f"The answer's grammar failed: {reason_of(self._matcher)}.")
 
 
 class GrammarCompiler:
-    """Compiles what answers must match, for the vocabulary of one model; threads may share it."""
+    """Compiles output formats to grammars for the vocabulary of one model; threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self.tokenizer = tokenizer
-        self.vocab = vocab  # rows of logits; rows beyond the vocabulary are never allowed
+        self.vocab = vocab  # number of logits; those beyond the vocabulary are never allowed
         self._lock = threading.Lock()  # guards the two fields below
-        self._tokens: LLTokenizer | None = None  # made when first needed: it takes half a second
+        self._tokens: LLTokenizer | None = None  # built when first needed: it takes half a second
         self._kept: OrderedDict[str, Grammar] = OrderedDict()  # least recently used first
 
     @cached_property
-    def unending(self) -> Mask:
-        """All tokens of the vocabulary but those that end an answer."""
+    def without_stops(self) -> Mask:
+        """The mask of all tokens but the stop tokens."""
         tokenizer, known = self.tokenizer, range(min(self.vocab, self.tokenizer.vocab_size))
         ends = tokenizer.stop_ids
         return token_bits(
@@ -99,13 +113,36 @@ class GrammarCompiler:
         wanted: Sequence[OutputFormat],
         *,
         after_thought: bool = False,  # the answer may come after a thought
-        continues: bool = False,  # the answer goes on after the prompt's text
+        continues: bool = False,  # the answer continues the prompt's text
+        begun: str = "",  # the answer's first words, which the prompt has; they must match, too
     ) -> Grammar:
         """Return the grammar of answers that match one of the output formats.
 
-        The white space that models write after a thought may come before the answer, and so may a
-        blank that decoding drops. A format that cannot be compiled is refused.
+        Before the answer, the grammar allows the line breaks that models write after a thought, and
+        the blank that SentencePiece adds and decoding drops. A format that cannot be compiled, and
+        one that the first words do not match, raises RequestError.
         """
+        grammar = self._compiled(wanted, after_thought=after_thought, continues=continues)
+        return self._after(grammar, begun, wanted[-1]) if begun else grammar
+
+    def _after(self, grammar: Grammar, begun: str, wanted: OutputFormat) -> Grammar:
+        """Return the grammar of what follows an answer's first words, or refuse them."""
+        assert self._tokens is not None
+        tokens = self._tokens.greedy_tokenize(begun)
+        if (matched := grammar.count_matching(tokens)) < len(tokens):
+            said = self._tokens.decode_bytes(tokens[:matched]).decode(errors="ignore")
+            raise RequestError(
+                f"The answer that the last message begins does not match the "
+                f"{_NAMES[wanted.kind]}: only its first {len(said)} of {len(begun)} characters do.",
+                hint="Change that message, or leave out the format.",
+                param=wanted.param,
+            )
+        return grammar.after(tokens)
+
+    def _compiled(
+        self, wanted: Sequence[OutputFormat], *, after_thought: bool, continues: bool
+    ) -> Grammar:
+        """Return a compiled grammar, a kept one if there is one."""
         text = _grammar_text(
             wanted, "" if continues and not after_thought else self._leading(after_thought)
         )
@@ -117,10 +154,10 @@ class GrammarCompiler:
                 self._tokens = _token_trie(self.tokenizer, self.vocab)
         matcher = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
         if matcher.is_error():
-            raise self._refusal(wanted[0], matcher.get_error())
+            raise self._refusal(wanted[0], reason_of(matcher))
         first = matcher.deep_copy()
         first.compute_bitmask()
-        if first.is_error():  # rules that refer to themselves and to nothing else
+        if first.is_error():  # for example a rule that only refers to itself
             raise self._refusal(wanted[0], "no answer can match it")
         grammar = Grammar(matcher, self.vocab)
         with self._lock:
@@ -130,7 +167,7 @@ class GrammarCompiler:
         return grammar
 
     def _leading(self, after_thought: bool) -> str:
-        """Return a pattern of the white space that may come before the answer; "" for none."""
+        """Return a regular expression of white space that may come before the answer; "": none."""
         if self.tokenizer.drops_blank:
             return r"[ \n]{1,2}" if after_thought else " "
         return r"\n{1,2}" if after_thought else ""
@@ -138,37 +175,41 @@ class GrammarCompiler:
     def _refusal(self, wanted: OutputFormat, reason: str) -> RequestError:
         if wanted.kind not in ("json_schema", "json_object"):
             return RequestError(
-                f"The {_NAMES[wanted.kind]} cannot be used: {reason.strip()}.", param=wanted.param
+                f"The {_NAMES[wanted.kind]} cannot be used: {reason}.", param=wanted.param
             )
-        path, reason = self._find_fault(wanted.value, reason)
-        where = f"at {path}" if path else "at its root"
+        where = self._find_fault(wanted.value, reason) or "its root"
         return RequestError(
-            f"The JSON schema cannot be used, {where}: {reason.strip()}.",
+            f"The JSON schema cannot be used, at {where}: {reason}.",
             hint="Leave out what is not supported, or describe it in another way.",
             param=wanted.param,
         )
 
-    def _find_fault(self, schema: Any, reason: str) -> tuple[str, str]:
-        """Return the path of the smallest part of a schema that has its fault, and the reason."""
+    def _find_fault(self, schema: Any, reason: str) -> str:
+        """Return the path of the smallest part of a schema that fails for the given reason."""
         assert self._tokens is not None
         shared = {}
         if isinstance(schema, dict):
             shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         path, part = "", schema
         while True:
-            for step, inner in parts_of(part):
+            for step, inner in schema_parts(part):
                 alone = {**shared, **inner} if isinstance(inner, dict) else inner
                 text = json.dumps({"grammars": [_json_grammar(alone)]})
                 found = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
-                if found.get_error() == reason:
+                if found.is_error() and reason_of(found) == reason:
                     path, part = path + step, inner
                     break
             else:
-                return path, reason
+                return path
+
+
+def reason_of(matcher: LLMatcher) -> str:
+    """Return why a grammar failed, without the backtrace of a panic in llguidance."""
+    return matcher.get_error().partition("<backtrace>")[0].strip()
 
 
 def token_bits(tokens: Iterable[int], vocab: int) -> Mask:
-    """Return the mask of some tokens of a vocabulary."""
+    """Return the mask that allows some tokens of a vocabulary of `vocab` tokens."""
     allowed = np.zeros(-(-vocab // 32) * 32, dtype=np.bool_)
     allowed[list(tokens)] = True
     return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
@@ -184,7 +225,7 @@ _NAMES = {
 
 
 def _grammar_text(wanted: Sequence[OutputFormat], leading: str) -> str:
-    """Return output formats as llguidance takes them: a JSON object with a list of grammars."""
+    """Return output formats as llguidance reads them: a JSON object with a list of grammars."""
     grammars = [_one_grammar(one) for one in wanted]
     if leading or len(grammars) > 1:
         for place, grammar in enumerate(grammars):
@@ -193,11 +234,11 @@ def _grammar_text(wanted: Sequence[OutputFormat], leading: str) -> str:
         start = f"start: LEADING? ({start})\nLEADING: /{leading}/" if leading else f"start: {start}"
         grammars.insert(0, {"lark_grammar": start})
     text = json.dumps({"grammars": grammars})
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MOST_GRAMMAR_CHARACTERS:
         raise RequestError(
-            f"The {_NAMES[wanted[0].kind]} has {len(text):,} characters, and the most are "
-            f"{MOST_CHARACTERS:,}.",
-            hint="Describe less of the answer.",
+            f"The {_NAMES[wanted[0].kind]} has {len(text):,} characters; at most "
+            f"{MOST_GRAMMAR_CHARACTERS:,} can be compiled.",
+            hint="Shorten it: leave out descriptions, or allow any value in some places.",
             param=wanted[0].param,
         )
     return text
@@ -211,11 +252,13 @@ def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
         if not isinstance(value, dict | bool):
             raise _wrong_type(wanted, "an object")
         try:
-            check_remainders(value, wanted.param)
+            check_divisors(value, wanted.param)
             return _json_grammar(value)
         except RecursionError as error:
             raise RequestError(
-                "The JSON schema is nested too deeply.", param=wanted.param
+                "The JSON schema is nested too deeply.",
+                hint="Flatten the schema: move inner objects up, or to $defs.",
+                param=wanted.param,
             ) from error
     if wanted.kind == "choice":
         texts = list(value) if isinstance(value, list | tuple) else []
@@ -229,18 +272,19 @@ def _one_grammar(wanted: OutputFormat) -> dict[str, Any]:
     return {"lark_grammar": value}
 
 
-def check_remainders(schema: Any, param: str) -> None:
-    """Refuse a schema whose `multipleOf` would take a grammar seconds to compile."""
-    if (count := count_remainders(schema)) > MOST_REMAINDERS:
+def check_divisors(schema: Any, param: str) -> None:
+    """Raise RequestError if the `multipleOf` of a schema would take too long to compile."""
+    if (total := sum_divisors(schema)) > MOST_DIVISORS:
         raise RequestError(
-            f"The JSON schema has divisors (multipleOf) of {count:,} in sum, and the most are "
-            f"{MOST_REMAINDERS:,}.",
+            "The divisors (multipleOf) in the JSON schema, without their decimal points, add up to "
+            f"{total:,}; at most {MOST_DIVISORS:,} can be compiled.",
+            hint="Leave out multipleOf, or use smaller or rounder divisors.",
             param=param,
         )
 
 
 def _json_grammar(schema: Any) -> dict[str, Any]:
-    schema = without_remarks(schema)
+    schema = without_annotations(schema)
     if isinstance(schema, dict):
         schema = {**schema, "x-guidance": JSON_OPTIONS}
     return {"json_schema": schema}
@@ -257,13 +301,13 @@ def _wrong_type(wanted: OutputFormat, needed: str) -> RequestError:
 
 
 class _TokenList:
-    """A vocabulary as llguidance takes it."""
+    """A vocabulary with the attributes that llguidance reads."""
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         known = range(min(vocab, tokenizer.vocab_size))
-        unused = [b""] * (vocab - len(known))  # no token without bytes is ever allowed
+        unused = [b""] * (vocab - len(known))  # llguidance never allows a token without bytes
         self.tokens = [
             b"" if tokenizer.is_unused(i) else tokenizer.token_bytes(i) for i in known
         ] + unused
@@ -274,19 +318,22 @@ class _TokenList:
         self.greedy: Callable[[str], Sequence[int]] = lambda text: list(text.encode())
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens that a model would write for a text inside an answer."""
-        # A SentencePiece tokenizer adds a blank before a text, so the text is encoded after a mark.
-        for mark in ("", "\x02", "\n"):
-            ids = self._tokenizer.encode(mark + text, special=False, add_bos=False)
-            length = len(self._tokenizer.encode(mark, special=False, add_bos=False)) if mark else 0
-            ids = ids[length:]
+        """Return the tokens that a model would write for a text inside an answer.
+
+        A SentencePiece tokenizer adds a blank before the text. Then the text is encoded after
+        another character, whose tokens are dropped.
+        """
+        for before in ("", "\x02", "\n"):
+            ids = self._tokenizer.encode(before + text, special=False, add_bos=False)
+            dropped = self._tokenizer.encode(before, special=False, add_bos=False) if before else []
+            ids = ids[len(dropped) :]
             if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode():
                 return ids
         return list(self.greedy(text))
 
 
 def _token_trie(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
-    """Return a vocabulary as a tree of bytes, with every stop token of the model."""
+    """Return llguidance's trie of a vocabulary, in which every stop token ends an answer."""
     stops = sorted(i for i in tokenizer.stop_ids if i < vocab)
     if not stops:
         raise RequestError("The model has no token that ends an answer, which a grammar needs.")

@@ -6,12 +6,11 @@ from headroom.errors import RequestError
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.tokenizer import Tokenizer
 
-# Token before a thought, token after it, and the text that follows the first one: as in Qwen and
-# Laguna, as in Gemma 4, and as in Mistral's reasoning models.
+# The token before a thought, the token after it, and the text that follows the first token.
 _MARKERS = (
-    ("<think>", "</think>", ""),
-    ("<|channel>", "<channel|>", "thought\n"),
-    ("[THINK]", "[/THINK]", ""),
+    ("<think>", "</think>", ""),  # Qwen, Laguna
+    ("<|channel>", "<channel|>", "thought\n"),  # Gemma 4
+    ("[THINK]", "[/THINK]", ""),  # Mistral
 )
 
 
@@ -23,23 +22,23 @@ class Reasoning:
     end: str  # text after a thought
     start_id: int  # the first token of `start`
     end_id: int  # the only token of `end`
-    opened: bool  # by default, prompts of the chat template end inside a thought
-    closing: str = ""  # `end` with the white space around it that the chat template writes
+    opened: bool  # the chat template's prompts end inside a thought unless it is told otherwise
+    closing: str = ""  # `end`, with the white space that the chat template writes around it
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a prompt ends inside a thought, so that the answer begins inside it."""
+        """Whether a prompt ends inside a thought, which the answer continues."""
         return prompt.rstrip().endswith(self.start.rstrip())
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether a prompt ends with a thought that is over, so that the answer has none."""
+        """Whether a prompt ends with a finished thought, so that the answer has none."""
         return prompt.rstrip().endswith(self.end)
 
 
 def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reasoning | None:
-    """Return the marks that a model uses; None where it writes no thoughts.
+    """Return the marks around a model's thoughts; None if it writes no thoughts.
 
-    Vocabularies of models that never think may hold the marks, too: where there is a chat template,
-    it must contain them.
+    The vocabulary of a model that never thinks may have the marks, too. So the chat template, if
+    there is one, must contain the end mark.
     """
     for start, end, label in _MARKERS:
         start_id, end_id = tokenizer.find(start), tokenizer.find(end)
@@ -63,14 +62,15 @@ def find_reasoning(tokenizer: Tokenizer, template: ChatTemplate | None) -> Reaso
 
 
 def _usual_prompt(template: ChatTemplate) -> str:
+    """Return the prompt of one user message; "" if the template refuses it."""
     try:
         return template.render([{"role": "user", "content": "Hello."}])
-    except RequestError:  # for example, a template that wants more than one message
+    except RequestError:
         return ""
 
 
 def _closing(template: ChatTemplate, end: str) -> str:
-    """Return what a chat template writes between the thought and the text of an answer."""
+    """Return the end mark with the white space that a chat template writes around it."""
     thought, text = "A probe of thoughts.", "A probe of texts."
     answer = {"role": "assistant", "content": text, "reasoning_content": thought}
     try:
@@ -82,5 +82,5 @@ def _closing(template: ChatTemplate, end: str) -> str:
     except RequestError:
         return end
     between = chat.partition(thought)[2].partition(text)[0]
-    # Templates that leave out thoughts of earlier turns, or write them elsewhere, tell nothing.
+    # Some templates leave out earlier thoughts, or write other text between: take the mark alone.
     return between if between.strip() == end else end

@@ -6,17 +6,17 @@ from headroom.errors import RequestError
 
 
 class StopFinder:
-    """Passes text on until a stop text is complete; never shows a stop text or the start of one.
+    """Passes text on until a stop text is complete; never returns a part of a stop text.
 
-    The stop text that is complete first wins; of several that end together, the longest one.
+    The stop text that is complete first counts, and of several that end together the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
-            raise RequestError("A stop text is empty.", param="stop")
+            raise RequestError("A stop text is empty.", hint="Leave it out.", param="stop")
         self._stops = tuple(stops)
-        self._held = ""  # the end of the text, held back because a stop text may start in it
-        self.found: str | None = None  # the stop text that has ended the text
+        self._held = ""  # the end of the text, held back because it may begin a stop text
+        self.found: str | None = None  # the stop text that ended the text
         self.withheld = 0  # characters that were pushed and not returned: held back or cut off
 
     @property
@@ -32,10 +32,10 @@ class StopFinder:
 
     def _show(self, text: str) -> str:
         text = self._held + text
-        if (found := self._find(text)) is not None:
-            start, self.found = found
+        self.found = self._find(text)
+        if self.found is not None:
             self._held = ""
-            return text[:start]
+            return text[: text.find(self.found)]
         safe = len(text) - overlap(text, self._stops)
         self._held = text[safe:]
         return text[:safe]
@@ -46,15 +46,14 @@ class StopFinder:
         self.withheld -= len(held)
         return held
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """Return where the stop text begins that ends first, and the stop text."""
-        starts = ((text.find(stop), stop) for stop in self._stops)
-        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
-        return min(found)[1:] if found else None
+    def _find(self, text: str) -> str | None:
+        """Return the stop text that is complete first in the text; None if none is."""
+        found = [stop for stop in self._stops if stop in text]
+        return min(found, key=lambda stop: (text.find(stop) + len(stop), -len(stop)), default=None)
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of the text that may be the start of a mark."""
+    """Return the length of the longest suffix of the text that is the beginning of a mark."""
     longest = max(map(len, marks), default=0)
     for length in range(min(len(text), longest - 1), 0, -1):
         end = text[-length:]

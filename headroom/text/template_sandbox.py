@@ -2,75 +2,125 @@
 
 import functools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
-from jinja2 import Template, nodes, pass_context
+from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Limits of one rendering: far more than a long chat needs, and reached within seconds.
-MAX_STEPS = 500_000  # rounds of loops, calls of macros, and numbers of range
-MAX_CHARACTERS = 32 << 20  # of the prompt and of every text that is made on the way
-MAX_INTEGER_BITS = 256
+from headroom.text.template_limits import (
+    MAX_ITEMS,
+    bound_bits,
+    bound_format,
+    bound_method,
+    bound_product,
+    bound_replacement,
+    bound_sum,
+    bound_time,
+    bound_widths,
+    budget,
+    compared,
+    joined,
+    made,
+    printable,
+    printed_size,
+)
 
-HUGE_WIDTH = re.compile(r"\d{7}")  # a width in a format string
-HANDED_WIDTH = re.compile(r"\*|:[^}]*\{")  # a width that is one of the arguments
-WIDTH_FILTERS = ("batch", "center", "indent", "slice", "tojson", "wordwrap")
-
-Value = TypeVar("Value")
-
-
-class CountedContext(Context):
-    """The variables of one rendering, and how many steps it has left."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.steps_left = [MAX_STEPS]  # a list, so that derived contexts share it
-
-    def derived(self, locals: dict[str, Any] | None = None) -> Context:
-        """Return a context for an inner block, with the same budget."""
-        context = super().derived(locals)
-        assert isinstance(context, CountedContext)
-        context.steps_left = self.steps_left
-        return context
-
-    def spend(self, steps: int) -> None:
-        """Take steps from the budget; raise where it is used up."""
-        self.steps_left[0] -= steps
-        if self.steps_left[0] < 0:
-            raise SecurityError(f"it takes more than {MAX_STEPS} steps")
+NODES_PER_STEP = 64  # of a loop's or macro's body; bodies in real templates have fewer
+# Filters that look at a few items, or pass items on one by one; others look at all of them.
+PASSING_FILTERS = frozenset((
+    "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map",
+    "random", "reject", "rejectattr", "reverse", "select", "selectattr", "slice",
+))  # fmt: skip
+# Filters that take a text apart, or write several characters for one.
+WORD_FILTERS = frozenset((
+    "e", "escape", "forceescape", "striptags", "title", "urlencode", "urlize", "wordcount",
+    "wordwrap", "xmlattr",
+))  # fmt: skip
+COMPARING_TESTS = (
+    "in", "eq", "==", "equalto", "ne", "!=", "lt", "<", "lessthan", "gt", ">", "greaterthan", "le",
+    "<=", "ge", ">=",
+)  # fmt: skip
+COMPARING_METHODS = ("changed", "count", "index")  # of loops and lists
 
 
-class StepCounter(Extension):
-    """Counts the rounds of loops and the calls of macros and blocks."""
+class TemplateSteps(Extension):
+    """Counts the rounds of loops and the calls of macros and blocks, and what they make."""
 
-    @pass_context
-    def step(self, context: CountedContext) -> bool:
-        """Count one step and return True, so that it can be part of a condition."""
-        context.spend(1)
+    def step(self, steps: int) -> bool:
+        """Count steps and return True, so that it can be part of a condition."""
+        budget().step(steps)
         return True
 
     def insert_into(self, template: nodes.Template) -> None:
-        """Insert a counting call at the start of every loop, macro and block."""
-        for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
-            assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block)
-            line = node.lineno
-            node.body.insert(0, nodes.ExprStmt(self.call_method("step"), lineno=line))
-            if isinstance(node, nodes.For) and node.test is not None:
-                node.test = nodes.And(self.call_method("step"), node.test, lineno=line)
-        for concat in list(template.find_all(nodes.Concat)):
-            parts = nodes.Concat(concat.nodes, lineno=concat.lineno)
-            concat.nodes = [self.call_method("bounded", [parts], lineno=concat.lineno)]
+        """Insert counting calls at the start of loops, macros and blocks, and around operators.
 
-    def bounded(self, text: str) -> str:
-        """Return a joined text; raise if it is too long."""
-        return _bounded(text)
+        One run of a body costs a step, and one more for each NODES_PER_STEP nodes in it. Nodes of
+        an inner loop or macro count for the inner one only.
+        """
+        bodies = (nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
+        counted = list(template.find_all(bodies))
+        steps = {id(node): 1 + _own_parts(node, bodies) // NODES_PER_STEP for node in counted}
+        for concat in list(template.find_all(nodes.Concat)):
+            parts = nodes.List(concat.nodes, lineno=concat.lineno)
+            concat.nodes = [self.call_method("join", [parts], lineno=concat.lineno)]
+        for compare in list(template.find_all(nodes.Compare)):
+            compare.expr = self._compared(compare.expr)
+            for operand in compare.ops:
+                operand.expr = self._compared(operand.expr)
+        self._count_slices(template)
+        for node in counted:
+            assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block)
+            line, price = node.lineno, nodes.Const(steps[id(node)])
+            call = self.call_method("step", [price])
+            node.body.insert(0, nodes.ExprStmt(call, lineno=line))
+            if isinstance(node, nodes.For) and node.test is not None:
+                node.test = nodes.And(self.call_method("step", [price]), node.test, lineno=line)
+
+    def join(self, parts: Sequence[object]) -> str:
+        """Return the parts of a `~` as one text."""
+        return joined(parts)
+
+    def compare(self, value: object) -> object:
+        """Count the cost of comparing an operand, and return the operand."""
+        return compared(value)
+
+    def make(self, value: object) -> object:
+        """Count the size of a slice of a text or list, and return the slice."""
+        return made(value)
+
+    def _count_slices(self, node: nodes.Node) -> None:
+        """Count every slice below a node; compiled templates cut without asking the sandbox."""
+        for name, value in list(node.iter_fields()):
+            several = isinstance(value, list)
+            changed = [self._counted_slice(child) for child in (value if several else [value])]
+            setattr(node, name, changed if several else changed[0])
+
+    def _counted_slice(self, child: Any) -> Any:
+        if not isinstance(child, nodes.Node):
+            return child
+        self._count_slices(child)
+        if isinstance(child, nodes.Getitem) and isinstance(child.arg, nodes.Slice):
+            return self.call_method("make", [child], lineno=child.lineno)
+        return child
+
+    def _compared(self, operand: nodes.Expr) -> nodes.Expr:
+        if isinstance(operand, nodes.Const):
+            return operand
+        return self.call_method("compare", [operand], lineno=operand.lineno)
+
+
+def _own_parts(node: nodes.Node, bodies: tuple[type[nodes.Node], ...]) -> int:
+    """Return how many nodes are in a loop, macro or block, without those of inner ones."""
+    return sum(
+        1 if isinstance(child, bodies) else 1 + _own_parts(child, bodies)
+        for child in node.iter_child_nodes()
+    )
 
 
 class GenerationTag(Extension):
@@ -93,17 +143,21 @@ class GenerationTag(Extension):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The sandbox, with limits on what operators, calls and filters may make."""
 
-    context_class = CountedContext
     intercepted_binops = frozenset({"*", "**", "+", "%"})
+    concat = staticmethod(joined)  # of macros, blocks and `set` blocks
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[StepCounter, GenerationTag, loopcontrols],
+            extensions=[TemplateSteps, GenerationTag, loopcontrols],
+            finalize=printable,
         )
         self.filters["tojson"] = _to_json
         self.filters = {name: _bounded_filter(name, run) for name, run in self.filters.items()}
+        for name in COMPARING_TESTS:
+            run: Any = self.tests[name]
+            self.tests[name] = _counted_test(run)
         self.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -118,31 +172,33 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for node in template.find_all(elsewhere):
             raise TemplateError(f"line {node.lineno} wants another file")
         for extension in self.extensions.values():
-            if isinstance(extension, StepCounter):
+            if isinstance(extension, TemplateSteps):
                 extension.insert_into(template)
         return Template.from_code(self, self.compile(template), self.make_globals(None))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Run an operator; refuse operands whose result would be huge."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _bound_bits(left.bit_length() * abs(right))
+            bound_bits(left.bit_length() * abs(right))
         elif operator == "*":
-            _bound_product(left, right)
+            bound_product(left, right)
+        elif operator == "+":
+            bound_sum(left, right)
         elif operator == "%" and isinstance(left, str):
-            _bound_format(left, right if isinstance(right, tuple) else (right,))
-        return _bounded(super().call_binop(context, operator, left, right))
+            bound_format(left, right if isinstance(right, tuple) else (right,), "%")
+        return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method; refuse calls that would make a huge text."""
+        """Call a function or method; refuse calls whose result would be huge."""
         # The sandbox wraps the methods that format.
         text = getattr(getattr(target, "__wrapped__", target), "__self__", None)
+        name = getattr(target, "__name__", "")
         if isinstance(text, str):
-            values = (*args, *kwargs.values())
-            if target.__name__ in ("format", "format_map"):
-                _bound_format(text, values)
-            else:
-                _bound_widths(values)
-        return _bounded(super().call(context, target, *args, **kwargs))
+            bound_method(text, name, args, kwargs)
+        elif name in COMPARING_METHODS:
+            compared([text if isinstance(text, list | tuple) else None, *args])
+        found = super().call(context, target, *args, **kwargs)
+        return found if isinstance(text, TemplateSteps) else made(found)
 
 
 def _raise_exception(message: str) -> None:
@@ -150,13 +206,13 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    bound_time(format)
     return datetime.now().strftime(format)
 
 
-@pass_context
-def _counted_range(context: CountedContext, *bounds: int) -> range:
+def _counted_range(*bounds: int) -> range:
     numbers = range(*bounds)
-    context.spend(len(numbers))
+    budget().step(len(numbers))
     return numbers
 
 
@@ -178,50 +234,67 @@ def _to_json(
 
 
 def _bounded_filter(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    # Jinja hands some filters its environment or context, before the value.
+    first = 1 if hasattr(run, "jinja_pass_arg") else 0
+
     @functools.wraps(run)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        if name == "format":
-            _bound_format(str(args[0]), (*args[1:], *kwargs.values()))
-        elif name in WIDTH_FILTERS:
-            _bound_widths((*args[1:], *kwargs.values()))
-        return _bounded(run(*args, **kwargs))
+        given = args[first:]
+        if given:
+            _bound_filter(name, given[0], given[1:], kwargs)
+        return made(run(*args, **kwargs))
 
     return bounded
 
 
-def _bounded(value: Value) -> Value:
-    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
-        raise SecurityError(f"it makes a text of more than {MAX_CHARACTERS} characters")
-    return value
+def _bound_filter(name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a filter whose result would be huge, or that would take long."""
+    values = (*args, *kwargs.values())
+    if name in PASSING_FILTERS:
+        if name in ("batch", "slice"):
+            bound_widths(values, MAX_ITEMS)
+        if isinstance(value, str) and len(value) > MAX_ITEMS and name not in ("count", "length"):
+            raise SecurityError(f"it takes a text of more than {MAX_ITEMS} characters apart")
+        return
+    if name == "sum" and any(isinstance(item, list | tuple) for item in values):
+        raise SecurityError("it adds up lists")  # each sum copies the one before
+    if name == "tojson":
+        indent = next((x for x in (*args[1:2], kwargs.get("indent")) if x is not None), 0)
+        bound_widths((indent,))
+        width = len(indent) if isinstance(indent, str) else indent
+        budget().make(printed_size(value, indent=width if isinstance(width, int) else 0))
+        return
+    if name == "format":
+        bound_format(str(printable(value)), values, "%")
+        return
+    bound_widths(values)
+    size = printed_size(value, indent=1 if name == "pprint" else 0)
+    size += sum(printed_size(item) for item in values)
+    if name in WORD_FILTERS and size > 16 * MAX_ITEMS:
+        raise SecurityError(f"it changes a text of more than {16 * MAX_ITEMS} characters")
+    if name == "replace" and len(args) > 1:
+        bound_replacement(str(value), *args[:2])
+    elif name == "join":
+        separator = str(args[0]) if args else str(kwargs.get("d", ""))
+        count = len(value) if hasattr(value, "__len__") else MAX_ITEMS if separator else 0
+        budget().make(size + len(separator) * count)
+    elif name == "indent":
+        width = next((x for x in values if not isinstance(x, bool)), 4)
+        characters = len(width) if isinstance(width, str) else width
+        lines = 1 + sum(map(str(value).count, "\n\r"))
+        budget().make(size + lines * (characters if isinstance(characters, int) else 0))
+    else:
+        budget().make(size)
 
 
-def _bound_format(format: str, arguments: Sequence[Any]) -> None:
-    """Refuse a format with a huge width, written in it or handed to it."""
-    if HUGE_WIDTH.search(format):
-        raise SecurityError("it formats a text to a huge width")
-    if HANDED_WIDTH.search(format):
-        _bound_widths(arguments)
+def _counted_test(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def counted(*args: Any) -> Any:
+        for value in args:
+            compared(value)
+        return run(*args)
 
-
-def _bound_widths(arguments: Sequence[Any]) -> None:
-    """Refuse numbers that are too large for a width."""
-    if any(isinstance(value, int) and abs(value) > MAX_CHARACTERS for value in arguments):
-        raise SecurityError("it formats a text to a huge width")
-
-
-def _bound_bits(bits: int) -> None:
-    if bits > MAX_INTEGER_BITS:
-        raise SecurityError(f"it computes a number of {bits} bits")
-
-
-def _bound_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _bound_bits(left.bit_length() + right.bit_length())
-    for items, times in ((left, right), (right, left)):
-        if isinstance(times, int) and isinstance(items, Sequence):
-            characters = len(items) * times
-            if characters > MAX_CHARACTERS:
-                raise SecurityError(f"it repeats something into {characters} items")
+    return counted
 
 
 def plain_data(value: Any) -> Any:

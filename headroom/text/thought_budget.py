@@ -1,7 +1,7 @@
-"""Thought budgets: how long a model may think, and the constraint that ends its thought.
+"""Thought budgets: how many tokens a model may think, and the constraint that ends its thought.
 
-When a budget is spent, the constraint forces the text with which the model itself ends a thought.
-A grammar applies to what comes after the thought.
+When the budget is spent, the constraint forces the tokens with which the model usually ends a
+thought. The grammar of the answer, if there is one, begins after the thought.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from headroom.text.grammar import GrammarCompiler, GrammarState, Mask, token_bit
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 
-REPLY_TOKENS = 4096  # kept for the text after a thought, but at most REPLY_SHARE of the answer
+REPLY_TOKENS = 4096  # reserved for the text after a thought, but at most REPLY_SHARE of the answer
 REPLY_SHARE = 0.25
-# The share of the tokens of the longest possible thought that each tier of effort may use.
-EFFORTS = {
+# The budget of each reasoning effort, as a share of the longest possible thought.
+EFFORT_SHARES = {
     "none": 0.0,
     "minimal": 1 / 32,
     "low": 1 / 8,
@@ -28,13 +28,16 @@ EFFORTS = {
 
 
 def resolve_effort(thinking: Thinking) -> Thinking:
-    """Return the wish with what its effort implies; refuse an effort that is not known."""
+    """Return the settings with thinking turned on or off by the effort, unless it is set already.
+
+    An unknown effort raises RequestError.
+    """
     if thinking.effort is None:
         return thinking
-    if thinking.effort not in EFFORTS:
+    if thinking.effort not in EFFORT_SHARES:
         raise RequestError(
             f"The reasoning effort {thinking.effort[:40]!r} is not known.",
-            hint=f"Known are {', '.join(EFFORTS)}.",
+            hint=f"Use one of {', '.join(EFFORT_SHARES)}.",
             param="reasoning_effort",
         )
     enabled = thinking.enabled
@@ -44,9 +47,9 @@ def resolve_effort(thinking: Thinking) -> Thinking:
 
 
 def thought_tokens(thinking: Thinking, answer_tokens: int) -> int | None:
-    """Return the most tokens of a thought in an answer of so many tokens; None: no limit.
+    """Return the budget of a thought in an answer of at most `answer_tokens`; None: no limit.
 
-    The longest possible thought leaves room for a reply.
+    A budget always leaves room for a reply.
     """
     if thinking.budget is None and thinking.effort is None:
         return None
@@ -55,28 +58,28 @@ def thought_tokens(thinking: Thinking, answer_tokens: int) -> int | None:
     if thinking.budget is not None:
         return max(0, min(thinking.budget, longest))
     assert thinking.effort is not None
-    return int(longest * EFFORTS[thinking.effort])
+    return int(longest * EFFORT_SHARES[thinking.effort])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThoughtRules:
-    """How the thought of one answer begins and ends."""
+    """Whether an answer begins with a thought, and how long the thought may be."""
 
     reasoning: Reasoning
     opened: bool  # the prompt ends inside a thought
     may_open: bool  # the answer may begin with a thought
-    budget: int | None  # most tokens of the thought; None: no limit
+    budget: int | None  # tokens that the thought may have; None: no limit
 
 
 class _Phase(Enum):
-    BEFORE = auto()  # no token, or only white space, has come
-    OPEN = auto()  # inside a thought
-    CLOSING = auto()  # the end of the thought is being forced
-    AFTER = auto()  # no thought can begin any more
+    BEFORE = auto()  # no token has come, or only white space: a thought may begin
+    OPEN = auto()  # inside the thought
+    CLOSING = auto()  # the budget is spent, and the tokens that end the thought are forced
+    AFTER = auto()  # after the thought, or the answer has none
 
 
 class AnswerConstraint:
-    """Limits the thought of an answer to its budget, and what follows to a grammar."""
+    """Limits the thought of one answer to a budget, and what follows it to a grammar."""
 
     def __init__(
         self, rules: ThoughtRules, compiler: GrammarCompiler, grammar: GrammarState | None
@@ -88,8 +91,8 @@ class AnswerConstraint:
         self._grammar = grammar
         self._closing = closing_tokens(rules.reasoning, tokenizer)
         self._forced = 0  # tokens of `_closing` that have come
-        self._thought = 0  # tokens since the thought began
-        self.closed_hard = False  # the budget has ended the thought, not the model
+        self._thought = 0  # tokens of the thought so far
+        self.closed_hard = False  # the budget ended the thought, not the model
         self._phase = _Phase.AFTER
         if rules.opened:
             self._open()
@@ -97,7 +100,7 @@ class AnswerConstraint:
             self._phase = _Phase.BEFORE
 
     def may_limit(self, unread: int) -> bool:
-        """Whether the token after `unread` more tokens, whatever they are, may be limited."""
+        """Whether the token after the next `unread` tokens may be limited, whatever those are."""
         if self._grammar is not None or self._phase is _Phase.CLOSING:
             return True
         if self._phase is _Phase.AFTER or self._rules.budget is None:
@@ -105,14 +108,14 @@ class AnswerConstraint:
         return self._thought + unread >= self._rules.budget
 
     def mask(self) -> Mask | None:
-        """Return the tokens that may come next; None if any may."""
+        """Return the mask of the tokens that may come next; None if any token may come."""
         reasoning, grammar = self._rules.reasoning, self._grammar
         if self._phase is _Phase.CLOSING:
             return token_bits([self._closing[self._forced]], self._vocab)
         if grammar is None:
             return None
-        if self._phase is _Phase.OPEN:  # an answer that ended here would not match the grammar
-            return self._compiler.unending
+        if self._phase is _Phase.OPEN:  # an answer that ends in its thought matches no grammar
+            return self._compiler.without_stops
         allowed = grammar.mask()
         if self._phase is _Phase.BEFORE:
             allowed |= token_bits([reasoning.start_id], self._vocab)
@@ -159,8 +162,8 @@ class AnswerConstraint:
 
 
 def closing_tokens(reasoning: Reasoning, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that end a thought: white space as in the chat template, and the mark."""
+    """Return the tokens that end a thought: the end mark, with the chat template's white space."""
     ids = tokenizer.encode(reasoning.closing, add_bos=False)
     text = b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
-    # A tokenizer that adds a blank before a text would write it into the thought.
+    # A tokenizer that adds a blank would change the text; then the mark alone is forced.
     return tuple(ids) if ids and text == reasoning.closing else (reasoning.end_id,)

@@ -33,6 +33,9 @@ STOP_TOKENS = (
 )
 
 
+MAX_REASON = 100  # characters of each end of an error of the library, which repeats wrong values
+
+
 @dataclass(frozen=True, slots=True)
 class TokenTable:
     """What each token id stands for."""
@@ -62,7 +65,7 @@ class SpecialIds:
     eos: int | None
     stops: frozenset[int]  # each of these ends an answer
     add_bos: bool  # whether prompts begin with bos
-    end: tuple[int, ...] = ()  # what a text ends with that is not to be continued
+    end: tuple[int, ...] = ()  # tokens after a whole text, which is not to be continued
 
 
 class Tokenizer:
@@ -132,10 +135,21 @@ class Tokenizer:
         try:
             coder = Coder.from_file(str(path))
         except Exception as error:  # the library raises no narrower class
-            raise FormatError(f"{path} is not a tokenizer file: {error}.") from error
+            reason = str(error)
+            if len(reason) > MAX_REASON:
+                reason = f"{reason[:MAX_REASON]} ... {reason[-MAX_REASON:]}"
+            raise FormatError(f"{path} is not a tokenizer file: {reason}.") from error
         coder.no_truncation()
         coder.no_padding()
-        return cls(coder, _table_of(coder, path, rows), _special_ids_of(coder, config))
+        table = _table_of(coder, path, rows)
+        for token in config.get("eos_token_ids", ()):
+            if not 0 <= token < len(table.tokens):
+                raise ModelError(
+                    f"{path.parent}: eos_token_id is {token}, and there are {len(table.tokens)} "
+                    "tokens.",
+                    hint="Correct it in generation_config.json or config.json.",
+                )
+        return cls(coder, table, _special_ids_of(coder, config))
 
     def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
         """Return the tokens of a text; with `special=False`, marks like <eos> are plain text."""
@@ -147,7 +161,8 @@ class Tokenizer:
                 hint="Half a surrogate pair, or a byte that is not UTF-8, has no tokens.",
             ) from error
         coder = self._coder if special else self._plain_coder
-        ids = coder.encode(text, add_special_tokens=False).ids
+        # The method for batches does not compute where each token begins in the text.
+        ids = coder.encode_batch_fast([text], add_special_tokens=False)[0].ids
         wants_bos = self.add_bos if add_bos is None else add_bos
         if wants_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)

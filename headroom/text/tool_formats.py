@@ -1,8 +1,9 @@
 """ToolFormat: how a model writes tool calls, found in its chat template and vocabulary.
 
-A format has the marks with which calls begin and a reader: a generator that reads the calls of one
-block from a `CallScanner`. Readers are lenient where the meaning is certain (a missing end mark, a
-comma too many), and raise NotACallError where it is not.
+A model writes its calls in blocks: a start mark, one or several calls, and mostly an end mark. A
+format names the marks, and has a reader: a generator that reads one block from a `CallScanner`.
+Readers accept mistakes that leave the meaning certain (a missing end mark, a comma too many), and
+raise NotACallError for all others.
 """
 
 import json
@@ -14,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from headroom.text.call_scanner import (
-    BLANKS,
     CallScanner,
     NotACallError,
     Reading,
-    read_json,
+    read_json_value,
     read_string,
     read_string_value,
     whole_json,
@@ -39,9 +39,14 @@ FormatName = Literal[
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _CALL_KEYS = (*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type")
-_QUOTE = '<|"|>'  # around strings in Gemma 4's calls
-_PLAIN_END = BLANKS + ",:{}[]<"
-SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # of a call, as Mistral's templates demand
+QUOTE = '<|"|>'  # around strings in Gemma 4's calls
+# What may follow the end mark of a plain argument; elsewhere the mark is a part of the argument.
+FOLLOWS: Mapping[str, tuple[str, ...]] = {
+    "function_tags": ("<parameter=", "</function>", "</tool_call>"),
+    "argument_tags": ("<arg_key>", "</tool_call>"),
+    "plain_keys": (",", "}", "]", "<tool_call|>"),
+}
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # the only ids of calls that Mistral's templates accept
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -50,28 +55,29 @@ class ToolFormat:
     """How a model writes tool calls."""
 
     name: FormatName
+    recognised_by: tuple[str, ...] = ()  # a chat template with all these texts has this format
     starts: tuple[str, ...]  # marks with which a block of calls begins
     end: str = ""  # the mark that ends a block of calls; "": the end of the answer
     read: Callable[[CallScanner], Reading[None]]  # reads one block, from its start mark on
     begins_bare: bool = False  # an answer may begin with a call's JSON, without a mark
-    short_ids: bool = False  # ids are nine letters and digits, as Mistral's templates demand
-    native: bool = True  # the model's own; False: the prompt must explain it to the model
-    writes_ids: bool = False  # the model gives its calls ids
-    marks: frozenset[int] = frozenset()  # tokens of the markup; some are control tokens
-    # Markup that is control tokens, with their ids: a grammar cannot spell these as text.
+    short_ids: bool = False  # the chat template accepts only ids that match SHORT_ID
+    native: bool = True  # the model was trained on it; False: the prompt must explain it
+    writes_ids: bool = False  # the model writes an id with each call
+    marks: frozenset[int] = frozenset()  # ids of the tokens that are markup of calls
+    # Markup that is a control token, and its id: a grammar cannot spell these as text.
     control: Mapping[str, int] = field(default_factory=dict)
 
     def new_id(self) -> str:
-        """Return an id for a call to which the model gave none."""
+        """Return an id for a call without one."""
         if self.short_ids:
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
 
 def read_tagged(scan: CallScanner) -> Reading[None]:
-    """Read <tool_call>...</tool_call>, around any of the three ways to write a call.
+    """Read <tool_call>...</tool_call> around JSON, function tags or argument tags.
 
-    Qwen3-Coder and its successors at times leave out <tool_call> before <function=.
+    Qwen3-Coder and its successors sometimes leave out the <tool_call> before <function=.
     """
     if (yield from scan.starts_with("<function=")):
         yield from _read_function_tag(scan)
@@ -91,7 +97,7 @@ def read_tagged(scan: CallScanner) -> Reading[None]:
 
 
 def _end_block(scan: CallScanner, mark: str) -> Reading[None]:
-    """Read the mark after calls, with white space before it, if it is there."""
+    """Read the end mark of a block and the white space before it; the mark may be missing."""
     yield from scan.skip_blanks()
     if (yield from scan.take(mark)):
         scan.commit()
@@ -102,8 +108,8 @@ def _read_function_tag(scan: CallScanner) -> Reading[None]:
     yield from scan.expect("<function=")
     name = yield from scan.take_name("><\n")
     yield from scan.expect(">")
-    scan.begin(name)
-    follows = ("<parameter=", "</function>", "</tool_call>")
+    scan.begin_call(name)
+    follows = FOLLOWS["function_tags"]
     separator = "{"
     while True:
         yield from scan.skip_blanks()
@@ -116,22 +122,22 @@ def _read_function_tag(scan: CallScanner) -> Reading[None]:
         elif (yield from scan.take("</function>")) or (yield from scan.starts_with("</tool_call>")):
             break
         elif separator == "{" and (yield from scan.starts_with("{")):
-            yield from read_json(scan, scan.add, ["</function>", "</tool_call>"])
+            yield from read_json_value(scan, scan.add_json, ["</function>", "</tool_call>"])
             yield from scan.skip_blanks()
             yield from scan.take("</function>")
             scan.end_call()
             return
         else:
             raise NotACallError("A parameter or the end of the function is missing.")
-    scan.add("{}" if separator == "{" else "}")
+    scan.add_json("{}" if separator == "{" else "}")
     scan.end_call()
 
 
 def _read_argument_tags(scan: CallScanner) -> Reading[None]:
     """Read NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>."""
     name = yield from scan.take_name("<\n")
-    scan.begin(name)
-    follows = ("<arg_key>", "</tool_call>")
+    scan.begin_call(name)
+    follows = FOLLOWS["argument_tags"]
     separator = "{"
     while True:
         yield from scan.skip_blanks()
@@ -147,7 +153,7 @@ def _read_argument_tags(scan: CallScanner) -> Reading[None]:
             break
         else:
             raise NotACallError("An argument or the end of the call is missing.")
-    scan.add("{}" if separator == "{" else "}")
+    scan.add_json("{}" if separator == "{" else "}")
     scan.end_call()
 
 
@@ -161,22 +167,20 @@ def _read_value(
     follows: Collection[str],
     trims: bool,
 ) -> Reading[None]:
-    """Read an argument's plain text as JSON of the type that the tool's schema names."""
+    """Read an argument that is plain text, and emit it as JSON of the type in the tool's schema.
+
+    Text is emitted as it comes. A value of any other type is emitted when it is complete.
+    """
     types = argument_types(scan.tools[name], key)
     start = f"{separator}{json.dumps(key, ensure_ascii=False)}: "
     if types == {"string"}:
-        scan.add(f'{start}"')
-        yield from scan.pieces_before(
-            end,
-            follows,
-            lambda piece: scan.add(json.dumps(piece, ensure_ascii=False)[1:-1]),
-            trims=trims,
-        )
-        scan.add('"')
+        scan.add_json(f'{start}"')
+        yield from scan.stream_until(end, follows, scan.add_string_piece, trims=trims)
+        scan.add_json('"')
         return
-    pieces: list[str] = []
-    yield from scan.pieces_before(end, follows, pieces.append, trims=trims)
-    scan.add(start + json_value("".join(pieces), types))
+    opens = ("{" if "object" in types else "") + ("[" if "array" in types else "")
+    text = yield from scan.take_value(end, follows, opens=opens, trims=trims)
+    scan.add_json(start + json_value(text, types))
 
 
 def _read_json_call(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
@@ -186,22 +190,22 @@ def _read_json_call(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
     if not scan.in_call:
         raise NotACallError("The call has no name.")
     if not call.has_arguments:
-        scan.add("{}")
+        scan.add_json("{}")
     scan.end_call()
 
 
 class _JsonCall:
-    """A call that is written as a JSON object, while it is read."""
+    """Reads one call that is written as a JSON object."""
 
     def __init__(self, scan: CallScanner, ends: Collection[str]) -> None:
         self._scan = scan
         self._ends = ends  # marks that may follow the call
-        self._early: list[str] = []  # arguments that came before the name
+        self._early: list[str] = []  # pieces of arguments that came before the name
         self._id = ""
         self.has_arguments = False
 
     def read(self, *, nested: bool = False) -> Reading[None]:
-        """Read the object, and in it one more that is named "function"."""
+        """Read the call's object, or the object that is its field "function" (`nested`)."""
         scan = self._scan
         yield from scan.expect("{")
         first = True
@@ -210,8 +214,9 @@ class _JsonCall:
             if (yield from scan.take("}")):
                 return
             if not first and not (yield from scan.take(",")):
-                # Only the last bracket is missing if the arguments are whole.
-                if scan.in_call and self.has_arguments and (yield from self._at_end()):
+                # After whole arguments only the call's last bracket can be missing: no harm.
+                is_whole = scan.in_call and self.has_arguments
+                if is_whole and (yield from scan.starts_with_any(self._ends)):
                     return
                 raise NotACallError("A comma is missing.")
             yield from scan.skip_blanks()
@@ -220,25 +225,19 @@ class _JsonCall:
             first = False
             key = yield from read_string_value(scan)
             if key not in _CALL_KEYS and not scan.in_call:
-                raise NotACallError(f"A call has no {key!r}.")
+                raise NotACallError(f"A call has no field {key!r}.")
             yield from scan.skip_blanks()
             yield from scan.expect(":")
             yield from scan.skip_blanks()
             yield from self._read_field(key, nested=nested)
-
-    def _at_end(self) -> Reading[bool]:
-        for mark in self._ends:
-            if (yield from self._scan.starts_with(mark)):
-                return True
-        return False
 
     def _read_field(self, key: str, *, nested: bool) -> Reading[None]:
         scan = self._scan
         character = yield from scan.peek()
         if key in _NAME_KEYS and character == '"' and not scan.in_call:
             name = yield from read_string_value(scan)
-            scan.begin(name, self._id)
-            scan.add("".join(self._early))
+            scan.begin_call(name, self._id)
+            scan.add_json("".join(self._early))
         elif key in _ARGUMENT_KEYS and not self.has_arguments:
             yield from self._read_arguments()
             self.has_arguments = True
@@ -247,24 +246,24 @@ class _JsonCall:
         elif key == "id" and character == '"':
             self._id = yield from read_string_value(scan)
         else:
-            yield from read_json(scan, lambda piece: None, self._ends)
+            yield from read_json_value(scan, lambda piece: None, self._ends)  # not needed
 
     def _read_arguments(self) -> Reading[None]:
         scan = self._scan
-        emit = scan.add if scan.in_call else self._early.append
+        emit = scan.add_json if scan.in_call else self._early.append
         character = yield from scan.peek()
         if character == "{":
-            yield from read_json(scan, emit, self._ends)
+            yield from read_json_value(scan, emit, self._ends)
             return
-        # Some models write the object as a string, or null where there is nothing to say.
+        # Some models write the object as a string, or null if there are no arguments.
         pieces: list[str] = []
-        yield from read_json(scan, pieces.append, self._ends)
+        yield from read_json_value(scan, pieces.append, self._ends)
         value = "".join(pieces)
         if value == "null":
             value = '"{}"'
         whole = whole_json(json.loads(value) or "{}") if value.startswith('"') else None
         if whole is None or not whole.startswith("{"):
-            raise NotACallError("The arguments are no object.")
+            raise NotACallError("The arguments are not an object.")
         emit(whole)
 
 
@@ -273,7 +272,7 @@ def read_bare_json(scan: CallScanner) -> Reading[None]:
     if (yield from scan.take("<|python_tag|>")):
         yield from scan.skip_blanks()
     yield from _read_json_call(scan, ["<|python_tag|>"])
-    while True:  # several calls come with semicolons between them
+    while True:  # semicolons separate several calls
         yield from scan.skip_blanks()
         if not (yield from scan.take(";")):
             return
@@ -312,7 +311,7 @@ def _read_call_list(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
 
 
 def _read_named_arguments(scan: CallScanner) -> Reading[None]:
-    """Read NAME[CALL_ID]ID[ARGS]{...}; the id may be missing, and [ARGS] in some files, too."""
+    """Read NAME[CALL_ID]ID[ARGS]{...}; [CALL_ID]ID and [ARGS] may be missing."""
     name = yield from scan.take_name("[{")
     call_id = ""
     if (yield from scan.take("[CALL_ID]")):
@@ -320,9 +319,9 @@ def _read_named_arguments(scan: CallScanner) -> Reading[None]:
     yield from scan.take("[ARGS]")
     yield from scan.skip_blanks()
     if (yield from scan.peek()) != "{":
-        raise NotACallError("The arguments are no object.")
-    scan.begin(name, call_id if SHORT_ID.fullmatch(call_id) else "")
-    yield from read_json(scan, scan.add, ["[TOOL_CALLS]"])
+        raise NotACallError("The arguments are not an object.")
+    scan.begin_call(name, call_id if SHORT_ID.fullmatch(call_id) else "")
+    yield from read_json_value(scan, scan.add_json, ["[TOOL_CALLS]"])
     scan.end_call()
 
 
@@ -332,30 +331,30 @@ def read_plain_keys(scan: CallScanner) -> Reading[None]:
     yield from scan.skip_blanks()
     yield from scan.expect("call:")
     name = yield from scan.take_name("{<\n")
-    scan.begin(name)
+    scan.begin_call(name)
     yield from _read_plain_keys_object(scan, name)
     scan.end_call()
     yield from _end_block(scan, "<tool_call|>")
 
 
 def _read_plain_keys_object(scan: CallScanner, name: str) -> Reading[None]:
-    """Read an object whose keys are bare and whose strings stand between quote tokens."""
-    stack: list[str] = []  # the brackets to close
-    gap = ""  # a comma that waits for what follows it
-    key = ""  # of the call's argument
-    wants = "value"  # or "key", "next"
+    """Read an object whose keys have no quotes and whose strings stand between <|"|> tokens."""
+    stack: list[str] = []  # the closing brackets that are still to come
+    gap = ""  # a comma that was read; it is emitted with what follows it
+    key = ""  # the name of the call's argument that is being read
+    wants = "value"  # or "key", "next": a comma or a closing bracket
     while True:
         yield from scan.skip_blanks()
         character = yield from scan.peek()
         if stack and character == stack[-1] and (wants != "value" or character == "]"):
             scan.advance(1)
-            scan.add(stack.pop())
+            scan.add_json(stack.pop())
             wants, gap = "next", ""
         elif wants == "next":
             if character != ",":
                 if not (yield from scan.starts_with("<tool_call|>")):
                     raise NotACallError("A comma or a bracket is missing.")
-                scan.add("".join(reversed(stack)))
+                scan.add_json("".join(reversed(stack)))
                 return
             scan.advance(1)
             gap = ", "
@@ -365,25 +364,26 @@ def _read_plain_keys_object(scan: CallScanner, name: str) -> Reading[None]:
             key = word if len(stack) == 1 else key
             yield from scan.skip_blanks()
             yield from scan.expect(":")
-            scan.add(f"{gap}{json.dumps(word, ensure_ascii=False)}: ")
+            scan.add_json(f"{gap}{json.dumps(word, ensure_ascii=False)}: ")
             wants, gap = "value", ""
         elif character in ("{", "["):
             scan.advance(1)
-            scan.add(gap + character)
+            scan.add_json(gap + character)
             stack.append("}" if character == "{" else "]")
             wants, gap = ("key" if character == "{" else "value"), ""
         else:
-            # The schema says what a bare word at the top is; below, its look does.
-            types = argument_types(scan.tools[name], key) if len(stack) == 1 else None
-            yield from _read_plain_keys_value(scan, gap, types)
+            # The tool's schema tells the type of an argument. The type of a value inside of lists
+            # and objects is guessed from its text.
+            types = argument_types(scan.tools[name], key) if len(stack) == 1 else _BARE_TYPES
+            yield from _read_plain_keys_value(scan, gap, types or _BARE_TYPES)
             wants, gap = "next", ""
         if not stack:
             return
 
 
 def _read_plain_keys_key(scan: CallScanner) -> Reading[str]:
-    if (yield from scan.take(_QUOTE)):
-        return (yield from scan.take_through(_QUOTE))
+    if (yield from scan.take(QUOTE)):
+        return (yield from scan.take_through(QUOTE))
     if (yield from scan.starts_with('"')):
         return (yield from read_string_value(scan))
     key = (yield from scan.take_before(",:{}[]<")).strip()
@@ -392,113 +392,115 @@ def _read_plain_keys_key(scan: CallScanner) -> Reading[str]:
     return key
 
 
-def _read_plain_keys_value(
-    scan: CallScanner, gap: str, types: frozenset[str] | None
-) -> Reading[None]:
-    if (yield from scan.take(_QUOTE)):
-        scan.add(f'{gap}"')
-        yield from scan.pieces_before(
-            _QUOTE,
-            (",", "}", "]", "<tool_call|>"),
-            lambda piece: scan.add(json.dumps(piece, ensure_ascii=False)[1:-1]),
-            trims=False,
-        )
-        scan.add('"')
+def _read_plain_keys_value(scan: CallScanner, gap: str, types: frozenset[str]) -> Reading[None]:
+    if (yield from scan.take(QUOTE)):
+        scan.add_json(f'{gap}"')
+        follows = FOLLOWS["plain_keys"]
+        yield from scan.stream_until(QUOTE, follows, scan.add_string_piece, trims=False)
+        scan.add_json('"')
     elif (yield from scan.starts_with('"')):
-        scan.add(gap)
-        yield from read_string(scan, scan.add)
+        scan.add_json(gap)
+        yield from read_string(scan, scan.add_json)
     else:
         word = (yield from scan.take_before(",{}[]<")).strip()
-        if not word or not (yield from scan.peek()):  # at the end, digits may be missing
+        # A value at the very end of the answer is refused: its last digits may be missing.
+        if not word or not (yield from scan.peek()):
             raise NotACallError("A value is missing.")
-        scan.add(gap + json_value(word, types or _BARE_TYPES))
+        scan.add_json(gap + json_value(word, types))
 
 
 _BARE_TYPES = frozenset(("string", "integer", "number", "boolean", "null"))
-# Each format, with texts that all stand in the chat templates of models that write it. The first
-# one that fits is taken, so the more particular ones come first.
-_KNOWN: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
-    (
-        ("<tool_call>", "<function="),
-        ToolFormat(
-            name="function_tags",
-            starts=("<tool_call>", "<function="),
-            end="</tool_call>",
-            read=read_tagged,
-        ),
+# A template may fit several formats: the first one is taken.
+KNOWN_FORMATS = (
+    ToolFormat(
+        name="function_tags",
+        recognised_by=("<tool_call>", "<function="),
+        starts=("<tool_call>", "<function="),
+        end="</tool_call>",
+        read=read_tagged,
     ),
-    (
-        ("<tool_call>", "<arg_key>"),
-        ToolFormat(
-            name="argument_tags", starts=("<tool_call>",), end="</tool_call>", read=read_tagged
-        ),
+    ToolFormat(
+        name="argument_tags",
+        recognised_by=("<tool_call>", "<arg_key>"),
+        starts=("<tool_call>",),
+        end="</tool_call>",
+        read=read_tagged,
     ),
-    (
-        ("<|tool_call>", "call:"),
-        ToolFormat(
-            name="plain_keys", starts=("<|tool_call>",), end="<tool_call|>", read=read_plain_keys
-        ),
+    ToolFormat(
+        name="plain_keys",
+        recognised_by=("<|tool_call>", "call:"),
+        starts=("<|tool_call>",),
+        end="<tool_call|>",
+        read=read_plain_keys,
     ),
-    (
-        ("[TOOL_CALLS]", "[ARGS]"),
-        ToolFormat(
-            name="named_json", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
-        ),
+    ToolFormat(
+        name="named_json",
+        recognised_by=("[TOOL_CALLS]", "[ARGS]"),
+        starts=("[TOOL_CALLS]",),
+        read=read_marked_list,
+        short_ids=True,
     ),
-    (
-        ("[TOOL_CALLS]",),
-        ToolFormat(
-            name="json_list", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
-        ),
+    ToolFormat(
+        name="json_list",
+        recognised_by=("[TOOL_CALLS]",),
+        starts=("[TOOL_CALLS]",),
+        read=read_marked_list,
+        short_ids=True,
     ),
-    (
-        ("<tool_call>", '{"name"'),
-        ToolFormat(name="json_tags", starts=("<tool_call>",), end="</tool_call>", read=read_tagged),
+    ToolFormat(
+        name="json_tags",
+        recognised_by=("<tool_call>", '{"name"'),
+        starts=("<tool_call>",),
+        end="</tool_call>",
+        read=read_tagged,
     ),
-    (
-        ('"parameters": ', "<|start_header_id|>", "tool_calls"),
-        ToolFormat(
-            name="bare_json", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True
-        ),
+    ToolFormat(
+        name="bare_json",
+        recognised_by=('"parameters": ', "<|start_header_id|>", "tool_calls"),
+        starts=("<|python_tag|>",),
+        read=read_bare_json,
+        begins_bare=True,
     ),
 )
-# Markup that is one token each in vocabularies of models that know it.
+# Markup of calls that is a single token in the vocabularies of the models that use it.
 _MARKS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    *("<|tool_call>", "<tool_call|>", _QUOTE),
+    *("<|tool_call>", "<tool_call|>", QUOTE),
     *("<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 )
 
 
 def read_any(scan: CallScanner) -> Reading[None]:
-    """Read calls of a model with no format of its own: tags, or bare JSON at the start."""
+    """Read calls of a model without a native format: tags, or bare JSON at the answer's start."""
     if (yield from scan.starts_with("{")):
         yield from read_bare_json(scan)
     else:
         yield from read_tagged(scan)
 
 
+_FALLBACK = ToolFormat(
+    name="json_tags",
+    starts=("<tool_call>", "<function="),
+    end="</tool_call>",
+    read=read_any,
+    begins_bare=True,
+    native=False,
+)
+
+
 def find_tool_format(tokenizer: Tokenizer, template: ChatTemplate | None) -> ToolFormat:
     """Return the format in which a model writes tool calls.
 
-    Where the chat template knows none, the prompt explains <tool_call> with JSON to the model, and
-    other common ways to write a call are understood, too.
+    If the chat template has none, the prompt explains JSON between <tool_call> tags to the model.
+    Calls in other common formats are then read, too.
     """
     found = {mark: token for mark in _MARKS if (token := tokenizer.find(mark)) is not None}
     control = {mark: token for mark, token in found.items() if tokenizer.is_control(token)}
     source = template.source if template is not None else ""
     source = source.replace('\\"', '"')  # quotes in Jinja's strings
-    fallback = ToolFormat(
-        name="json_tags",
-        starts=("<tool_call>", "<function="),
-        end="</tool_call>",
-        read=read_any,
-        begins_bare=True,
-        native=False,
-    )
-    fitting = (form for texts, form in _KNOWN if all(text in source for text in texts))
+    fitting = (form for form in KNOWN_FORMATS if all(text in source for text in form.recognised_by))
     return replace(
-        next(fitting, fallback),
+        next(fitting, _FALLBACK),
         marks=frozenset(found.values()),
         control=control,
         writes_ids="[CALL_ID]" in source,

@@ -1,28 +1,39 @@
-"""Grammars of tool calls, in llguidance's Lark: for calls that must come, and for strict tools."""
+"""Writes grammars of tool calls, in llguidance's Lark: for required calls and strict tools."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from headroom.errors import RequestError
-from headroom.text.conversation import Tool, ToolChoice
-from headroom.text.json_schemas import JSON_OPTIONS, without_remarks
-from headroom.text.tool_formats import SHORT_ID, ToolFormat
-from headroom.text.tool_values import find_reference, schema_types
+from headroom.text.conversation import INPUT, Tool, ToolChoice
+from headroom.text.json_regex import RegexError
+from headroom.text.json_schemas import JSON_OPTIONS, without_annotations
+from headroom.text.lark_embedding import EmbeddedGrammar, LarkError, coded, embed_lark
+from headroom.text.plain_values import (
+    MAX_DEPTH,
+    TYPE_LIMITS,
+    Member,
+    limits,
+    members,
+    plain_value,
+    resolved,
+)
+from headroom.text.string_schemas import ANY_TEXT, SchemaError, string_terminal
+from headroom.text.tool_formats import FOLLOWS, QUOTE, SHORT_ID, ToolFormat
+from headroom.text.tool_values import ALL_TYPES, schema_types
 
-_ANY_TEXT = r"/(?s:.*)/"
 _SHORT_ID = f"/{SHORT_ID.pattern}/"
-_MAX_DEPTH = 8  # of objects and lists in Gemma 4's calls; what is deeper may have any form
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_LINE_BREAK = '"\\n"?'
 
 
 def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) -> str | None:
-    """Return the grammar of answers that call tools as asked; None if any answer may come.
+    """Return the grammar of answers that the tools and the choice allow; None if all are.
 
-    With tool_choice "required" the answer is one or more calls. Otherwise it is text with calls in
-    it, whose arguments match the schemas of strict tools. A named tool is called exactly once, as
-    in OpenAI's API; of the others at most one call comes unless calls may be parallel.
+    With the choice "required" the answer is one or several calls. Otherwise it is text with calls
+    in it, and the arguments of strict tools match their schemas. A named tool is called exactly
+    once, as in OpenAI's API. Several calls are possible only if calls may be parallel.
     """
     if not tools or choice.mode == "none":
         return None
@@ -32,20 +43,25 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) ->
         tools = [tool for tool in tools if tool.name == choice.name]
         if not tools:
             raise RequestError(
-                f"tool_choice names {choice.name!r}, and no tool has that name.",
+                f"tool_choice names {choice.name!r}, but no tool has that name.",
+                hint="Name one of the tools, or leave tool_choice out.",
                 param="tool_choice",
             )
-    grammar = _Grammar(form, required=choice.mode == "required")
+    grammar = _GrammarWriter(form, required=choice.mode == "required")
     return grammar.write(tools, parallel=choice.parallel and choice.name is None)
 
 
-class _Grammar:
-    """The rules of one grammar, while they are written."""
+class _GrammarWriter:
+    """Writes the rules of one grammar."""
 
     def __init__(self, form: ToolFormat, *, required: bool) -> None:
         self._format = form
         self._required = required
         self._rules: list[str] = []
+        # If a tool has a Lark grammar, rules for JSON calls write the object's keys as text instead
+        # of compiling one schema for the whole object: llguidance's parser would have to choose
+        # between both kinds of rules at the first bracket.
+        self._spells_json = False
         self._writers: Mapping[str, Callable[[Tool], str]] = {
             "json_tags": self._json_tags,
             "function_tags": self._function_tags,
@@ -58,8 +74,9 @@ class _Grammar:
 
     def write(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the grammar as text."""
-        call = self._rule(self._choice(map(self._writers[self._format.name], tools)))
-        # A block is what stands between the mark before calls and the end of its last call.
+        self._spells_json = any(tool.grammar for tool in tools)
+        call = self._rule(self._choice(map(self._call, tools)))
+        # A block is what follows the start mark, up to the end of the last call.
         mark, block, between = self._format.starts[0], call, '"\\n"'
         if self._format.name == "bare_json":
             mark = ""
@@ -82,15 +99,32 @@ class _Grammar:
             start = self._text_and_calls(mark, block, parallel=parallel)
         return "\n".join([f"start: {start}", *self._rules, ""])
 
+    def _call(self, tool: Tool) -> str:
+        """Return the rule of a tool's calls; raise RequestError if they cannot be enforced."""
+        try:
+            return self._writers[self._format.name](tool)
+        except SchemaError as error:
+            where = f"at {error.path}" if error.path else "at its root"
+            raise RequestError(
+                f"The schema of the tool {tool.name!r} cannot be enforced in the tool-call format "
+                f"of this model, {where}: {error.reason}.",
+                hint="Leave that out, describe it in another way, or leave out `strict`.",
+                param=tool.param,
+            ) from error
+        except (LarkError, RegexError) as error:
+            raise RequestError(
+                f"The grammar of the tool {tool.name!r} cannot be used: {error}.", param=tool.param
+            ) from error
+
     def _text_and_calls(self, mark: str, block: str, *, parallel: bool) -> str:
-        """Return the rule of text with calls in it: a call follows wherever its mark comes."""
+        """Return the rule of text with calls: after each start mark, a call must follow."""
         if mark in self._format.control:
             head = f"text {self._mark(mark)}"
-            self._rules.append(f"text: {_ANY_TEXT}")
+            self._rules.append(f"text: {ANY_TEXT}")
         else:
             head = "head"
             self._rules += ["text: TEXT", f"head[lazy]: TEXT {json.dumps(mark)}"]
-            self._rules.append(f"TEXT: {_ANY_TEXT}")
+            self._rules.append(f"TEXT: {ANY_TEXT}")
         return f"({head} {block})* text" if parallel else f"text | {head} {block}"
 
     def _rule(self, body: str) -> str:
@@ -99,16 +133,22 @@ class _Grammar:
         self._rules.append(f"{name}: {body}")
         return name
 
+    def _terminal(self, body: str) -> str:
+        """Add a terminal and return its name."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
     def _choice(self, bodies: Iterable[str]) -> str:
         return " | ".join(bodies)
 
     def _mark(self, mark: str) -> str:
-        """Return markup: as a token where it is a control token, else as text."""
+        """Return the rule of a mark: a token if it is a control token, else its text."""
         token = self._format.control.get(mark)
         return json.dumps(mark) if token is None else f"<[{token}]>"
 
     def _marked(self, *parts: str) -> str:
-        """Return texts and markup in a row."""
+        """Return the rule of several marks and texts, one after the other."""
         return " ".join(self._mark(part) for part in parts if part)
 
     def _json(self, schema: Any, root: Mapping[str, Any] | None = None) -> str:
@@ -117,18 +157,33 @@ class _Grammar:
         for key in ("$defs", "definitions"):
             if root is not None and key in root:
                 whole.setdefault(key, root[key])
-        return f"%json {json.dumps({**without_remarks(whole), 'x-guidance': JSON_OPTIONS})}"
+        return f"%json {json.dumps({**without_annotations(whole), 'x-guidance': JSON_OPTIONS})}"
 
     def _arguments(self, tool: Tool) -> str:
+        """Return the rule of a call's arguments in JSON."""
+        if tool.grammar:
+            start = self._embedded(tool, in_json=True).start
+            opening, closing = '{"' + INPUT + '": "', '"}'
+            return self._rule(f"{json.dumps(opening)} {start} {json.dumps(closing)}")
         return self._rule(self._json(self._schema(tool)))
 
+    def _embedded(self, tool: Tool, *, in_json: bool = False, end: str = "") -> EmbeddedGrammar:
+        """Add the grammar of a custom tool's text to the rules, and return it."""
+        prefix = f"g{len(self._rules)}"
+        embedded = embed_lark(tool.grammar, prefix, in_json=in_json, end=end)
+        self._rules += embedded.definitions
+        return embedded
+
     def _schema(self, tool: Tool) -> Mapping[str, Any]:
-        """Return the schema of a tool's arguments, as strict as the choice demands."""
+        """Return the schema of a tool's arguments; any object if they need not match."""
         if not tool.parameters:
             return _NO_ARGUMENTS
-        if self._required or tool.strict:
+        if self._constrains(tool):
             return {"additionalProperties": False, "type": "object", **tool.parameters}
         return {"type": "object"}
+
+    def _constrains(self, tool: Tool) -> bool:
+        return self._required or tool.strict or not tool.parameters
 
     def _json_tags(self, tool: Tool) -> str:
         start = self._mark(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
@@ -136,7 +191,11 @@ class _Grammar:
         return f"{start} {self._arguments(tool)} {end}"
 
     def _bare_json(self, tool: Tool) -> str:
-        # One JSON object: an answer without calls may be another one, and both begin alike.
+        if self._spells_json:
+            start = self._mark(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
+            return f"{start} {self._arguments(tool)} {self._mark('}')}"
+        # The call is compiled as one JSON object, because an answer without calls may be another
+        # JSON object, which begins in the same way.
         schema = self._schema(tool)
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         inner = {key: value for key, value in schema.items() if key not in shared}
@@ -161,124 +220,211 @@ class _Grammar:
         return f"{name} {call_id} {self._mark('[ARGS]')} {self._arguments(tool)}"
 
     def _function_tags(self, tool: Tool) -> str:
+        end = _End("\n</parameter>\n", line_break=True)
         parts = [self._mark(f"\n<function={tool.name}>\n")]
-        for name, schema, needed in self._properties(tool):
-            value = self._plain_value(schema, tool, "\n</parameter>\n", ())
-            part = f"{self._mark(f'<parameter={name}>' + chr(10))} {value}"
-            parts.append(part if needed else f"({part})?")
         if not self._constrains(tool):
-            value = self._until(_ANY_TEXT, "\n</parameter>\n", ())
             name = self._rule("/[^\\s<>]{1,200}/")
-            parts.append(f'("<parameter=" {name} ">\\n" {value})*')
+            parts.append(f'("<parameter=" {name} ">\\n" {self._any_until(end)})*')
+        for member in self._members(tool):
+            key = self._mark(f"<parameter={member.name}>\n")
+            part = f"{key} {self._plain_value(member, tool, end)}"
+            parts.append(part if member.needed else f"({part})?")
         return " ".join([*parts, self._marked("</function>\n", "</tool_call>")])
 
     def _argument_tags(self, tool: Tool) -> str:
-        parts = [self._mark(f"{tool.name}\n")]
-        for name, schema, needed in self._properties(tool):
-            key = self._marked("<arg_key>", name, "</arg_key>", "\n", "<arg_value>")
-            value = self._plain_value(schema, tool, "</arg_value>", ("\n",))
-            parts.append(f"{key} {value}" if needed else f"({key} {value})?")
+        # Of the models that write this format, some write these line breaks and some do not.
+        end = _End("</arg_value>", then=_LINE_BREAK)
+        parts = [f"{self._mark(tool.name)} {_LINE_BREAK}"]
+        opening = f"{self._mark('</arg_key>')} {_LINE_BREAK} {self._mark('<arg_value>')}"
         if not self._constrains(tool):
             name = self._rule("/[^\\s<>]{1,200}/")
-            key = f"{self._mark('<arg_key>')} {name} "
-            key += self._marked("</arg_key>", "\n", "<arg_value>")
-            value = self._until(_ANY_TEXT, "</arg_value>", ("\n",))
-            parts.append(f"({key} {value})*")
+            key = f"{self._mark('<arg_key>')} {name} {opening}"
+            parts.append(f"({key} {self._any_until(end)})*")
+        for member in self._members(tool):
+            key = f"{self._marked('<arg_key>', member.name)} {opening}"
+            part = f"{key} {self._plain_value(member, tool, end)}"
+            parts.append(part if member.needed else f"({part})?")
         return " ".join([*parts, self._mark("</tool_call>")])
 
-    def _constrains(self, tool: Tool) -> bool:
-        return self._required or tool.strict or not tool.parameters
-
-    def _properties(self, tool: Tool) -> list[tuple[str, Any, bool]]:
-        """Return name and schema of each argument, and whether the call needs it."""
+    def _members(self, tool: Tool) -> list[Member]:
+        """Return the arguments of a tool; none if they need not match its schema."""
         if not self._constrains(tool):
             return []
-        return _properties(tool.parameters)
+        return list(members(tool.parameters, "", strict=tool.strict))
 
-    def _plain_value(self, schema: Any, tool: Tool, end: str, after: Sequence[str]) -> str:
+    def _plain_value(self, member: Member, tool: Tool, end: "_End") -> str:
         """Return the rule of an argument that is written as plain text, with its end mark."""
-        schema = _resolved(schema, tool.parameters)
-        types = schema_types(schema, tool.parameters)
-        if (texts := _fixed_texts(schema)) is not None:
-            ends = self._marked(end, *after)
-            return f"({self._choice(self._mark(text) for text in texts)}) {ends}"
-        if "string" in types:
-            text = self._until(_text_pattern(_string_schema(schema, tool.parameters)), end, after)
-            return f'("null" {self._marked(end, *after)} | {text})' if "null" in types else text
-        return f"{self._rule(self._json(schema, tool.parameters))} {self._marked(end, *after)}"
+        if tool.grammar:
+            return self._grammar_value(tool, end)
+        try:
+            value = plain_value(member.schema, tool.parameters, member.path)
+        except SchemaError:
+            if tool.strict:
+                raise
+            return self._until(ANY_TEXT, end)
+        choices = []
+        if value.terminal is not None:
+            choices.append(self._until(value.terminal, end))
+        if value.json_schema is not None:
+            choices.append(
+                f"{self._rule(self._json(value.json_schema, tool.parameters))} {self._ended(end)}"
+            )
+        return f"({self._choice(choices)})"
 
-    def _until(self, pattern: str, end: str, after: Sequence[str]) -> str:
-        """Return the rule of a text that ends at the first end mark."""
-        if end in self._format.control:
-            return f"{self._rule(pattern)} {self._marked(end, *after)}"
+    def _grammar_value(self, tool: Tool, end: "_End") -> str:
+        """Return the rule of a text that matches the tool's grammar, with its end mark."""
+        mark = "" if end.text in self._format.control else end.text.strip()
+        embedded = self._embedded(tool, end=mark)
+        if embedded.is_terminal:
+            return self._until(embedded.start, end)
+        return f"{embedded.start} {self._ended(end)}"
+
+    def _ended(self, end: "_End") -> str:
+        return f"{self._mark(end.text)} {end.then}"
+
+    def _until(self, terminal: str, end: "_End") -> str:
+        """Return the rule of a text up to its end mark; the parser must not end it earlier."""
+        if end.text in self._format.control:
+            return f"{self._terminal(terminal)} {self._ended(end)}"
+        follows = "|".join(map(coded, FOLLOWS[self._format.name]))
+        mark = f"{coded(end.text.strip())}[\\s\\x1C-\\x1F]*({follows})"
+        body = f"({terminal}) & ~/(?s:.*)({coded(end.text)}|{mark})(?s:.*)/"
+        if end.line_break:  # a carriage return before the line break belongs to it
+            body += " & ~/(?s:.*)\\r/"
+        return self._suffixed(body, end)
+
+    def _any_until(self, end: "_End") -> str:
+        """Return the rule of any text up to an end mark."""
+        if end.text in self._format.control:
+            return f"{self._rule(ANY_TEXT)} {self._ended(end)}"
+        return self._suffixed(ANY_TEXT, end)
+
+    def _suffixed(self, body: str, end: "_End") -> str:
         name = f"r{len(self._rules)}"
-        whole = "".join([end, *after])
-        self._rules.append(f"{name}[suffix={json.dumps(whole)}]: {pattern}")
-        return name
+        self._rules.append(f"{name}[suffix={json.dumps(end.text)}]: {body}")
+        return f"{name} {end.then}"
 
     def _plain_keys(self, tool: Tool) -> str:
         start = self._mark(f"call:{tool.name}{{")
-        if self._constrains(tool):
-            members = self._plain_keys_members(tool.parameters, tool.parameters, 0)
+        if tool.grammar:
+            quoted = f"{self._mark(QUOTE)} {self._grammar_value(tool, _End(QUOTE))}"
+            inner = f"{self._mark(f'{INPUT}:')} {quoted}"
+        elif self._constrains(tool):
+            inner = self._plain_keys_members(tool.parameters, tool, "", 0)
         else:
-            members = self._plain_keys_any_members()
-        return f"{start} {members} {self._marked('}', '<tool_call|>')}"
+            inner = self._plain_keys_any_members()
+        return f"{start} {inner} {self._marked('}', '<tool_call|>')}"
 
     def _plain_keys_members(
-        self, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int
+        self, schema: Mapping[str, Any], tool: Tool, path: str, depth: int
     ) -> str:
         """Return the rule of an object's members, in the order of their names."""
         follow = {False: '""', True: '""'}  # by whether a member came before
-        for name, inner, needed in sorted(_properties(schema), reverse=True, key=lambda p: p[0]):
-            value = self._plain_keys_value(inner, root, depth)
-            member = f"{self._mark(f'{name}:')} {value}"
+        found = members(schema, path, strict=tool.strict)
+        for member in sorted(found, reverse=True, key=lambda member: member.name):
+            value = self._plain_keys_value(member.schema, tool, member.path, depth)
+            written = f"{self._mark(f'{member.name}:')} {value}"
             follow = {
                 before: self._rule(
-                    (f'"," {member}' if before else member)
+                    (f'"," {written}' if before else written)
                     + f" {follow[True]}"
-                    + ("" if needed else f" | {follow[before]}")
+                    + ("" if member.needed else f" | {follow[before]}")
                 )
                 for before in (False, True)
             }
         return follow[False]
 
-    def _plain_keys_value(self, schema: Any, root: Mapping[str, Any], depth: int) -> str:
-        schema = _resolved(schema, root)
-        if depth >= _MAX_DEPTH:
+    def _plain_keys_value(
+        self, schema: Any, tool: Tool, path: str, depth: int, kinds: frozenset[str] = ALL_TYPES
+    ) -> str:
+        """Return the rule of a value of certain types."""
+        try:
+            return self._plain_keys_choice(schema, tool, path, depth, kinds)
+        except SchemaError:
+            if tool.strict:
+                raise
             return self._plain_keys_any()
-        if isinstance(schema, Mapping) and isinstance(schema.get("anyOf"), list):
-            inner = (self._plain_keys_value(part, root, depth + 1) for part in schema["anyOf"])
-            return self._rule(self._choice(inner))
-        if (texts := _fixed_texts(schema)) is not None:
-            quoted = (
-                f"{self._plain_keys_quote()} {self._mark(text)} {self._plain_keys_quote()}"
-                for text in texts
-            )
-            return self._rule(self._choice(quoted))
-        types = schema_types(schema, root)
-        if len(types) > 2 or not isinstance(schema, Mapping):
+
+    def _plain_keys_choice(
+        self, schema: Any, tool: Tool, path: str, depth: int, kinds: frozenset[str]
+    ) -> str:
+        root = tool.parameters
+        schema = resolved(schema, root, path)
+        if depth >= MAX_DEPTH:
+            raise SchemaError(path, f"objects and lists are more than {MAX_DEPTH} deep")
+        types = schema_types(schema, root) & kinds
+        if not isinstance(schema, Mapping) or (
+            types == ALL_TYPES and not any(limits(schema, kind, root) for kind in types)
+        ):
             return self._plain_keys_any()
         choices = []
         for kind in sorted(types):
-            if kind == "object" and schema.get("properties"):
-                choices.append(f'"{{" {self._plain_keys_members(schema, root, depth + 1)} "}}"')
-            elif kind == "array":
-                item = self._plain_keys_value(schema.get("items"), root, depth + 1)
-                choices.append(f'"[" ({item} ("," {item})*)? "]"')
-            elif kind == "string":
-                choices.append(self._plain_keys_string(_text_pattern(schema)))
-            elif kind == "object":
-                choices.append(f'"{{" {self._plain_keys_any_members()} "}}"')
+            if kind == "string":
+                terminal = string_terminal(schema, root, path)
+                choices.append(f"{self._mark(QUOTE)} {self._until(terminal, _End(QUOTE))}")
+            elif kind in ("object", "array"):
+                choices += self._plain_keys_nested(schema, kind, tool, path, depth)
             else:  # numbers and words are written as in JSON
-                alone = {**schema, "type": kind}
-                choices.append(self._rule(self._json(alone, root)))
+                choices.append(self._rule(self._json({**schema, "type": kind}, root)))
         return self._rule(self._choice(choices))
 
-    def _plain_keys_quote(self) -> str:
-        return self._mark('<|"|>')
+    def _plain_keys_nested(
+        self, schema: Mapping[str, Any], kind: str, tool: Tool, path: str, depth: int
+    ) -> list[str]:
+        """Return the rules of the objects or of the lists that a schema allows."""
+        root = tool.parameters
+        if not limits(schema, kind, root):
+            inner, any_value = self._plain_keys_any_members(), self._plain_keys_any()
+            if kind == "object":
+                return [f'"{{" {inner} "}}"']
+            return [f'"[" ({any_value} ("," {any_value})*)? "]"']
+        for key in ("anyOf", "oneOf"):
+            if not isinstance(parts := schema.get(key), list):
+                continue
+            if own := sorted(key for key in schema if key in TYPE_LIMITS[kind]):
+                raise SchemaError(f"{path}/{own[0]}", f"it cannot be enforced beside `{key}`")
+            fitting = [
+                place for place, part in enumerate(parts) if kind in schema_types(part, root)
+            ]
+            if key == "oneOf" and len(fitting) > 1:
+                raise SchemaError(f"{path}/oneOf", f"several choices of type {kind} in a `oneOf`")
+            only = frozenset([kind])
+            return [
+                self._plain_keys_value(parts[at], tool, f"{path}/{key}/{at}", depth + 1, only)
+                for at in fitting
+            ]
+        if kind == "array":
+            return [self._plain_keys_list(schema, tool, path, depth)]
+        rest = schema.get("additionalProperties")
+        if not schema.get("properties") and rest is not False and "required" not in schema:
+            list(members(schema, path, strict=tool.strict))  # refuses what cannot be enforced
+            value = self._plain_keys_value(rest, tool, f"{path}/additionalProperties", depth + 1)
+            self._plain_keys_any_members()  # has the terminal of keys
+            member = f'KEY ":" {value}'
+            return [f'"{{" ({member} ("," {member})*)? "}}"']
+        return [f'"{{" {self._plain_keys_members(schema, tool, path, depth + 1)} "}}"']
 
-    def _plain_keys_string(self, pattern: str = _ANY_TEXT) -> str:
-        return f"{self._plain_keys_quote()} {self._until(pattern, '<|' + chr(34) + '|>', ())}"
+    def _plain_keys_list(self, schema: Mapping[str, Any], tool: Tool, path: str, depth: int) -> str:
+        known = ("items", "minItems", "maxItems")
+        for key in sorted(key for key in schema if key not in known):
+            if key in TYPE_LIMITS["array"] or key in (
+                "enum",
+                "const",
+                "not",
+                "if",
+                "allOf",
+                "$ref",
+            ):
+                raise SchemaError(f"{path}/{key}", f"`{key}` of a list cannot be enforced")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        item = self._plain_keys_value(schema.get("items"), tool, f"{path}/items", depth + 1)
+        if most == 0:
+            return '"[" "]"'
+        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        if most == 1:
+            more = ""
+        inner = f"{item} {more}"
+        return f'"[" {inner} "]"' if least else f'"[" ({inner})? "]"'
 
     def _plain_keys_any(self) -> str:
         """Return the rule of any value."""
@@ -286,10 +432,10 @@ class _Grammar:
             self._rules.append("any: ")  # the place of the rule, which refers to itself
             place = len(self._rules) - 1
             plain = self._rule(self._json({"type": ["number", "boolean", "null"]}))
-            members = self._plain_keys_any_members()
+            inner = self._plain_keys_any_members()
+            text = f"{self._mark(QUOTE)} {self._any_until(_End(QUOTE))}"
             self._rules[place] = (
-                f"any: {self._plain_keys_string()} | {plain} | "
-                f'"[" (any ("," any)*)? "]" | "{{" {members} "}}"'
+                f'any: {text} | {plain} | "[" (any ("," any)*)? "]" | "{{" {inner} "}}"'
             )
         return "any"
 
@@ -302,57 +448,10 @@ class _Grammar:
         return "members"
 
 
-def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return name, schema and need of each property; markup in a name is not possible."""
-    properties = schema.get("properties")
-    needed = schema.get("required")
-    if not isinstance(properties, Mapping):
-        return []
-    wanted = needed if isinstance(needed, list) else []
-    return [
-        (name, inner, name in wanted)
-        for name, inner in properties.items()
-        if not re.search(r"[<>\n:{}]", name) and name
-    ]
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of an argument."""
 
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a schema refers to, if it is but a reference."""
-    for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-            return schema
-        schema = find_reference(schema["$ref"], root)
-    return schema
-
-
-def _string_schema(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the only choice of a schema that allows strings; the schema itself if it has none."""
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema, Mapping) and isinstance(schema.get(key), list):
-            choices = [_resolved(choice, root) for choice in schema[key]]
-            texts = [choice for choice in choices if "string" in schema_types(choice, root)]
-            if len(texts) == 1:
-                return texts[0]
-    return schema
-
-
-def _fixed_texts(schema: Any) -> list[str] | None:
-    """Return the texts that a string may be, if the schema lists them."""
-    if not isinstance(schema, Mapping):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not values:
-        return None
-    if not all(isinstance(value, str) and value for value in values):
-        return None
-    return values
-
-
-def _text_pattern(schema: Any) -> str:
-    """Return the pattern of a string by its length; other limits of strings are not enforced."""
-    if not isinstance(schema, Mapping):
-        return _ANY_TEXT
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
-        return _ANY_TEXT
-    return f"/(?s:.){{{least},{most}}}/" if least or most != "" else _ANY_TEXT
+    text: str  # the end mark, with the line breaks around it
+    then: str = ""  # a rule of what may follow the mark
+    line_break: bool = False  # the mark begins with a line break

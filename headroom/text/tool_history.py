@@ -1,4 +1,4 @@
-"""Messages with tool calls and results, as chat templates read them."""
+"""Converts messages with tool calls and results to the form that a chat template accepts."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ You may write several calls. The results come in the next message, between <tool
 
 
 def calls_of(message: Message) -> list[Mapping[str, Any]]:
-    """Return the calls of a message that are objects with a function."""
+    """Return the tool calls of an assistant's message; entries without a function are left out."""
     calls = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, Sequence):
         return []
@@ -32,7 +32,7 @@ def calls_of(message: Message) -> list[Mapping[str, Any]]:
 
 
 def arguments_of(call: Mapping[str, Any]) -> Any:
-    """Return the arguments of a call as an object; unchanged if they are no JSON object."""
+    """Return the arguments of a call as an object; text that is not a JSON object stays text."""
     function = call["function"]
     given = function.get("arguments") if isinstance(function, Mapping) else None
     if given is None or given == "":
@@ -47,9 +47,9 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
 
 
 def merged_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which calls belong to the assistant's message right before them.
+    """Return messages with each message of calls joined to the assistant's message before it.
 
-    Some clients send the text and each call of one answer as messages of their own.
+    Some clients send the text of an answer and each of its calls as separate messages.
     """
     merged: list[Message] = []
     for message in messages:
@@ -68,12 +68,12 @@ def merged_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def history_turns(messages: Sequence[Message], form: ToolFormat) -> list[Turn]:
-    """Return messages as templates with tools read them.
+    """Return messages for a template that supports tools.
 
-    Clients send arguments as JSON text, which templates want as objects; results get the name of
-    the function that they belong to; ids are shortened for templates that demand short ones.
+    Arguments, which clients send as JSON text, become objects. Results get the name of the function
+    that was called. Ids are shortened for templates that accept only short ones.
     """
-    names: dict[str, str] = {}
+    names: dict[str, str] = {}  # of functions, by the id of the call
     turns = []
     for message in messages:
         turn = dict(message)
@@ -81,7 +81,7 @@ def history_turns(messages: Sequence[Message], form: ToolFormat) -> list[Turn]:
             turn["tool_calls"] = [_template_call(call, form) for call in calls]
             names |= {str(call.get("id")): call["function"]["name"] for call in turn["tool_calls"]}
         elif not turn.get("tool_calls", True):
-            del turn["tool_calls"]  # templates take an empty list for calls
+            del turn["tool_calls"]  # some templates take even an empty list for calls
         if turn.get("role") == "tool":
             if isinstance(turn.get("tool_call_id"), str):
                 turn["tool_call_id"] = _template_id(turn["tool_call_id"], form)
@@ -102,7 +102,7 @@ def _template_call(call: Mapping[str, Any], form: ToolFormat) -> Turn:
 
 
 def _template_id(call_id: str, form: ToolFormat) -> str:
-    """Return an id that the template takes; the same one for the same id."""
+    """Return an id that the template accepts; it depends on the given id only."""
     if not form.short_ids or SHORT_ID.fullmatch(call_id):
         return call_id
     digest = hashlib.sha256(call_id.encode(errors="replace")).digest()
@@ -110,7 +110,7 @@ def _template_id(call_id: str, form: ToolFormat) -> str:
 
 
 def with_objects(turns: Sequence[Turn]) -> list[Turn]:
-    """Return turns whose arguments are all objects, for templates that take nothing else."""
+    """Return turns in which all arguments are objects, for templates that accept nothing else."""
     return [
         {**turn, "tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
         if calls_of(turn)
@@ -126,9 +126,12 @@ def _with_object(call: Turn) -> Turn:
 
 
 def one_call_each(turns: Sequence[Turn]) -> list[Turn]:
-    """Return turns with one call each, its result after it, for templates that take no more."""
+    """Return turns with at most one call, each followed by its result.
+
+    For templates that accept only one call in a message.
+    """
     changed: list[Turn] = []
-    moved: set[int] = set()
+    moved: set[int] = set()  # places of results that were put after their calls
     for place, turn in enumerate(turns):
         if place in moved:
             continue
@@ -149,7 +152,10 @@ def one_call_each(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def spelled_turns(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Turn]:
-    """Return messages for a template without tools: tools, calls and results become text."""
+    """Return messages for a template without tools: calls and results become text.
+
+    The system message explains the tools. Results that follow each other become one user message.
+    """
     turns: list[Turn] = []
     for message in messages:
         turn = {
@@ -172,7 +178,7 @@ def spelled_turns(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Tu
 
 
 def _explained(turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
-    """Return turns whose system message explains the tools."""
+    """Return turns with an explanation of the tools in the system message."""
     listed = "\n".join(json.dumps(tool.for_template(), ensure_ascii=False) for tool in tools)
     text = _EXPLANATION.format(tools=listed)
     if turns and turns[0].get("role") == "system":
@@ -182,7 +188,7 @@ def _explained(turns: list[Turn], tools: Sequence[Tool]) -> list[Turn]:
 
 
 def without_system(turns: Sequence[Turn]) -> list[Turn]:
-    """Return turns whose system message is a part of the first user message."""
+    """Return turns with the system message moved into the first user message."""
     if len(turns) < 2 or turns[0].get("role") != "system" or turns[1].get("role") != "user":
         return list(turns)
     text = f"{_text(turns[0].get('content'))}\n\n{_text(turns[1].get('content'))}"

@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain text, turned into JSON by the schema of its tool."""
+"""Turns arguments that a model writes as plain text into JSON, by the schema of the tool."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _BOOLEANS = {"true": "true", "false": "false"}
 
 
 def argument_types(tool: Tool, name: str) -> frozenset[str]:
-    """Return the JSON types that an argument may have; all of them if the schema does not say."""
+    """Return the JSON types that an argument may have; all types if the schema names none."""
     properties = tool.parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return schema_types(schema, tool.parameters)
@@ -45,7 +45,7 @@ def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozen
             types &= schema_types(part, root, depth + 1)
     if isinstance(schema.get("$ref"), str):
         types &= schema_types(find_reference(schema["$ref"], root), root, depth + 1)
-    return types or ALL_TYPES  # a schema that contradicts itself says nothing
+    return types or ALL_TYPES  # a schema that contradicts itself is ignored
 
 
 def find_reference(reference: str, root: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def _type_of(value: Any) -> str:
 def json_value(text: str, types: frozenset[str]) -> str:
     """Return the JSON text of an argument that a model wrote as plain text.
 
-    Text that is a value of none of the types is a string, so that nothing gets lost.
+    Text that fits none of the types becomes a string, so that nothing is lost.
     """
     word = text.strip()
     if types == {"string"}:
@@ -103,6 +103,6 @@ def _matches(value: str, types: frozenset[str]) -> bool:
         return "array" in types
     if start in "-0123456789":
         return "number" in types
-    if start == '"':  # the model quoted a string that may as well have another type
+    if start == '"':  # if a string is allowed, the quotes are a part of it
         return "string" not in types
     return start == "n" and "null" in types

@@ -16,6 +16,8 @@ from headroom.text.spelling import Spelling
 # Token types as GGUF numbers them.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
+MAX_TOKEN_CHARACTERS = 1024  # of a SentencePiece token; the longest of published ones have 64
+
 SPELLINGS = {
     "gpt2": Spelling.BYTE_LEVEL,
     "gemma4": Spelling.BLANK_MARKS,
@@ -129,12 +131,20 @@ def _split_merges(merges: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
+def possible_cuts(length: int, lengths: Sequence[int]) -> list[int]:
+    """Return where a token of this length can be cut into two tokens of the given lengths."""
+    known = set(lengths)
+    return [cut for cut in lengths if 0 < cut < length and length - cut in known]
+
+
 def merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """Return the merges that a SentencePiece vocabulary implies, best score first.
 
-    Every way to cut a token into two tokens is a merge, worth the score of the whole.
+    Every way to cut a token into two tokens is a merge, worth the score of the whole. Cuts are
+    tried only where tokens of both lengths exist, and tokens have at most MAX_TOKEN_CHARACTERS, so
+    that the work grows with the vocabulary and not with the square of a token's length.
     """
     if len(scores) != len(tokens):
         raise ModelError(
@@ -144,9 +154,16 @@ def merges_from_scores(
     # Merges never make control, unknown and byte tokens: their spelling is not their text.
     mergeable = ids_of_types(types, NORMAL, USER_DEFINED) if types else range(len(tokens))
     score_of = {tokens[i]: scores[i] for i in reversed(mergeable)}
+    lengths = sorted({len(token) for token in score_of})
+    if lengths and lengths[-1] > MAX_TOKEN_CHARACTERS:
+        raise ModelError(
+            f"The tokenizer has a token of {lengths[-1]} characters; at most "
+            f"{MAX_TOKEN_CHARACTERS} are taken."
+        )
+    cuts_of = {length: possible_cuts(length, lengths) for length in lengths}
     ranked = []
     for whole, score in score_of.items():
-        for cut in range(1, len(whole)):
+        for cut in cuts_of[len(whole)]:
             left, right = whole[:cut], whole[cut:]
             if left in score_of and right in score_of:
                 ranked.append((-score, -cut, left, right))

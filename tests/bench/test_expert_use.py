@@ -88,6 +88,7 @@ class Meter:
     """A worker that reports the reads that a test sets."""
 
     pick_bytes = ()  # all is counted
+    cache = paces = policy = None
 
     def __init__(self) -> None:
         self.asked = 0

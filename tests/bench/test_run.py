@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from headroom.bench import run
@@ -13,7 +14,10 @@ from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigur
 from headroom.bench.report import Report, report_json
 from headroom.bench.run import make_fitting_plan, run_bench, with_room
 from headroom.bench.traffic import Traffic
-from headroom.errors import OptionError, PlanError
+from headroom.cli.bench_tables import report_tables
+from headroom.errors import FormatError, OptionError, PlanError
+from headroom.experts.taps import ImposedTrace, traced_layers
+from headroom.experts.trace import RoutingTrace, TracedLayer, save_trace
 from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
@@ -216,12 +220,22 @@ def test_fewer_sequences_are_measured_where_not_all_fit(
         make_fitting_plan(Options(device="cpu"), wanted, shape)
 
 
-def test_loading_says_how_far_it_is_and_what_follows(tmp_path: Path) -> None:
+def test_a_benchmark_says_where_it_is(tmp_path: Path) -> None:
     path, said = written(tmp_path, "qwen3", 1), []
-    wanted = replace(SMALL, contexts=(8,), batches=(1,), only=("decode",))
-    run_bench(path, Options(model=str(path), threads=1, device="cpu"), wanted, say=said.append)
-    assert said[:2] == ["loading", "loading, 0 %"]
-    assert "starting: kernels are compiled, steps captured" in said
+    wanted = replace(
+        SMALL, prompts=(8,), contexts=(8, 16), batches=(1,), only=("prompts", "decode", "verify")
+    )
+    options = Options(model=str(path), threads=1, device="cpu")
+    run_bench(path, options, wanted, report=lambda *told: said.append(told))
+    assert said[:2] == [("loading", 0, 6), ("loading, 0 %", 0, 6)]
+    assert ("loading, 100 %", 0, 6) in said
+    assert said[-5:] == [
+        ("prompt of 8 tokens", 1, 6),
+        ("answers after 8 tokens", 2, 6),
+        ("answers after 16 tokens", 3, 6),
+        ("a verify step", 4, 6),
+        ("bandwidth", 5, 6),
+    ]
 
 
 def test_options_without_effect_on_a_benchmark_are_named(
@@ -281,3 +295,60 @@ def test_the_device_is_the_one_that_a_run_would_choose(
     assert run.with_device(Options(context=64), shape) == Options(context=64, device="cuda:1")
     assert run.with_device(Options(device="cpu"), shape) == Options(device="cpu")
     assert asked == [None]
+
+
+def traced(folder: Path, path: Path, tokens: int) -> Path:
+    """Write a trace in which every token of every layer chooses the same experts."""
+    layers = traced_layers(describe(open_checkpoint(path)).shape)
+    ids = np.concatenate([np.tile(np.arange(3, 3 + x.used), (tokens, 1)) for x in layers], axis=1)
+    out = folder / "same.trace"
+    save_trace(out, RoutingTrace("", "all alike", layers, ids.astype(np.uint16), (0,)))
+    return out
+
+
+def test_an_imposed_trace_decides_what_prompts_and_answers_visit(tmp_path: Path) -> None:
+    path = written(tmp_path, "qwen35moe", 4)
+    trace, wanted = traced(tmp_path, path, 30), replace(SMALL, contexts=(8,))
+    options = Options(model=str(path), threads=1, device="cpu")
+    report = run_bench(path, options, wanted, routing_trace=trace)
+    plain = run_bench(path, options, wanted)
+    # Two sequences visit the same experts as one: a step reads no more of them.
+    one, two = (figure.traffic.experts for figure in report.figures.decodes)
+    assert one == two
+    assert plain.figures.decodes[0].traffic.experts < plain.figures.decodes[1].traffic.experts
+    found = report_json(report)["routing_trace"]
+    assert (found["file"], found["source"], found["tokens"]) == ("same.trace", "all alike", 30)
+    assert found["repeats"][1] == 1.0
+    assert report_json(plain)["routing_trace"] is None
+    told = "\n".join(str(x) for x in report_tables(report) if isinstance(x, str))
+    assert "routing: imposed by same.trace (all alike), 30 tokens in 1 sequence; 100 %" in told
+
+
+def test_what_is_measured_goes_on_in_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a cache of experts would hold what the request before it chose."""
+    path, moved = written(tmp_path, "qwen35moe", 4), []
+    monkeypatch.setattr(ImposedTrace, "move", lambda tap, tokens: moved.append(tokens))
+    trace = traced(tmp_path, path, 30)
+    wanted = replace(SMALL, prompts=(16,), contexts=(8,), only=("prompts", "decode"))
+    options = Options(model=str(path), threads=1, device="cpu")
+    run_bench(path, options, wanted, routing_trace=trace)
+    prompts = [tokens for tokens in moved if tokens == 16]
+    assert len(prompts) == 2  # the warm-up and the round
+    assert moved.count(8 + SMALL.warm + SMALL.tokens) == 2  # one for each batch
+    assert set(moved) == {16, 8 + SMALL.warm + SMALL.tokens, 1}  # 1: steps without the engine
+
+
+def test_a_trace_that_does_not_fit_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, dense = written(tmp_path, "qwen35moe", 4), written(tmp_path, "llama", 2)
+    other = tmp_path / "other.trace"
+    ids = np.zeros((4, 1), np.uint16)
+    save_trace(other, RoutingTrace("", "", (TracedLayer(0, 4, 1),), ids, (0,)))
+    monkeypatch.setattr(run, "open_engine", None)
+    for model in (path, dense):
+        options = Options(model=str(model), threads=1, device="cpu")
+        with pytest.raises(FormatError, match="does not fit the model"):
+            run_bench(model, options, SMALL, routing_trace=other)

@@ -1,84 +1,25 @@
 """A model that is not there: answers that commands can be tested with."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from headroom.engine.request import SamplingParams, Timings
-from headroom.errors import RequestError
+from headroom.engine.request import Timings
 from headroom.options import Options, variable
-
-
-class FakeLLM:
-    """Says the same words whatever it is asked, and remembers what that was."""
-
-    name = "fake"
-    context = 64
-
-    def __init__(self, words: Sequence[str] = ("Hello", " there", "."), interrupt: bool = False):
-        self.words = words
-        self.interrupt = interrupt  # Ctrl-C is pressed after the first word
-        self.asked: list[Any] = []
-        self.params: list[SamplingParams] = []
-        self.closed_early = False
-        self.finish_reason = "stop"
-        self.thought = ""  # said before the words
-
-    default_sampling: Mapping[str, Any] = {"temperature": 0.6}
-
-    def sampling(self, **settings: Any) -> SamplingParams:
-        return SamplingParams(**{**self.default_sampling, **settings})
-
-    def stream_chat(self, messages: Any, params: SamplingParams) -> Iterator[Any]:
-        self.asked.append([dict(message) for message in messages])
-        self.params.append(params)
-        if "refuse" in messages[-1]["content"]:
-            raise RequestError("The prompt has 99 tokens.", hint="The context holds 64.")
-        return self._pieces()
-
-    def stream(self, prompt: str, params: SamplingParams) -> Iterator[Any]:
-        return self.stream_chat([{"role": "raw", "content": prompt}], params)
-
-    def chat(self, messages: Any, params: SamplingParams) -> Any:
-        text = "".join(piece.text for piece in self.stream_chat(messages, params))
-        return SimpleNamespace(
-            text=text,
-            thought="",
-            token_ids=(5, 6, 7),
-            finish_reason=self.finish_reason,
-            prompt_tokens=4,
-            generated_tokens=3,
-            timings=Timings(queue_s=0.0, prefill_s=0.5, decode_s=0.25),
-        )
-
-    def generate(self, prompt: str, params: SamplingParams) -> list[Any]:
-        return [self.chat([{"role": "raw", "content": prompt}], params)]
-
-    def _pieces(self) -> Iterator[Any]:
-        try:
-            for number, word in enumerate(self.words):
-                if self.interrupt and number == 1:
-                    raise KeyboardInterrupt
-                last = number + 1 == len(self.words)
-                yield SimpleNamespace(
-                    text=word,
-                    thought=self.thought if number == 0 else "",
-                    token=number,
-                    finish_reason=self.finish_reason if last else None,
-                    generated_tokens=number + 1,
-                )
-        except GeneratorExit:
-            self.closed_early = True
-            raise
+from headroom.server.shelf import Shelf
+from tests.server.fakes import FakeLLM, WordTokenizer
 
 
 @pytest.fixture
 def fake_llm() -> FakeLLM:
-    return FakeLLM()
+    """A model that answers "Hello there." in four tokens, the end of the answer included."""
+    llm = FakeLLM(WordTokenizer(), context=64)
+    llm.default_sampling = {"temperature": 0.6}
+    llm.engine.words = "Hello there."
+    llm.engine.timings = Timings(queue_s=0.0, prefill_s=0.5, decode_s=0.375)
+    return llm
 
 
 @pytest.fixture
@@ -87,12 +28,18 @@ def opened(fake_llm: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> list[Options]:
     seen: list[Options] = []
 
     @contextmanager
-    def open_fake(options: Options, models: object = None) -> Iterator[FakeLLM]:
+    def open_fake(options: Options, path: object = None) -> Iterator[FakeLLM]:
         seen.append(options)
         yield fake_llm
 
-    for function in ("run.open_llm", "chat.open_llm", "serve.open_shelf"):
+    @contextmanager
+    def open_shelf(options: Options, models: object = None) -> Iterator[Shelf]:
+        seen.append(options)
+        yield Shelf.of_loaded(fake_llm, options)
+
+    for function in ("run.open_llm", "chat.open_llm"):
         monkeypatch.setattr(f"headroom.cli.{function}", open_fake)
+    monkeypatch.setattr("headroom.cli.serve.open_shelf", open_shelf)
     return seen
 
 

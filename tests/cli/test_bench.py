@@ -25,7 +25,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measure, "TOUCHED_BYTES", 8 << 20)
     monkeypatch.setattr(measure, "SIZE", 512)
     monkeypatch.setattr(measure, "EXPERTS", 16)
-    monkeypatch.setattr(measure, "ROUNDS", 1)
+    monkeypatch.setattr(measure, "TIMED_ROUNDS", 1)
     monkeypatch.setenv("HEADROOM_HOME", str(tmp_path / "home"))
 
 
@@ -50,6 +50,7 @@ def test_every_kernel_has_a_speed_and_a_share(capsys: Captured) -> None:
         (["--quick", "--only", "decode", "--no-parts"], "--only, --quick, --no-parts"),
         (["--compare", "llama-bench", "/none"], "--compare"),
         (["--device", "cuda:0"], "--device"),
+        (["--routing-trace", "x"], "--routing-trace"),
         (["--schema", "--schema-file", "x.json"], "--schema, --schema-file"),
     ],
 )

@@ -16,7 +16,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         "cpu": Speeds(2e10, 0.0, 1e11, "2026-11-15", experts=1.5e10, expert_flops=8e10),
         "cuda:0": Speeds(9e11, 2.5e10, 7e13, "2026-11-15"),
     }
-    monkeypatch.setattr(measure, "measure_machine", lambda: speeds)
+    monkeypatch.setattr(measure, "measure_machine", lambda report: speeds)
 
 
 def test_people_see_what_was_measured_and_where_it_is_kept(

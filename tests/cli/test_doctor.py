@@ -138,7 +138,7 @@ def test_a_corrupt_calibration_is_reported_and_stops_nothing(
     report = json.loads(capsys.readouterr().out)
     assert report["calibration"]["problem"] == (
         f"{path} is not a calibration file: it lists no devices. "
-        "Delete it and run headroom calibrate."
+        "Run headroom calibrate, which writes it anew."
     )
     assert report["calibration"]["measured"]["cpu"] is None
     shown = readable(report)["calibration"]

@@ -123,7 +123,7 @@ def test_an_amd_gpu_is_reported_with_its_rocm_and_that_nobody_has_run_it() -> No
     row = gpu_row(spec("hip", gfx="gfx1100"), facts, rocm)
     assert gpu_texts([row]) == {
         "hip:0": "AMD Radeon RX 7900 XTX, 20.00 GiB of 24.00 GiB free, torch for ROCm 7.0, "
-        "computes in bf16, Triton is found, which has run on no AMD GPU yet"
+        "computes in bf16, uses Triton kernels, which have not run on an AMD GPU yet"
     }
     row["triton"] = "no compiler"
     assert gpu_texts([row])["hip:0 triton"] == "no compiler"

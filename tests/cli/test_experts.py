@@ -66,9 +66,10 @@ def test_the_picture_has_a_box_for_each_expert(
     line += ["--routing-stats", str(stats), "--svg", str(picture)]
     assert run_command(line) == 0
     assert f"drawn into {picture}" in capsys.readouterr().out
-    boxes = list(ElementTree.parse(picture).getroot().iter(f"{SPACE}rect"))
+    drawn = ElementTree.parse(picture).getroot().iter(f"{SPACE}rect")
+    boxes = [box for box in drawn if box.get("data-expert")]
     assert len(boxes) == DIMS.experts * (DIMS.layers - 1)
-    words = [box.get("class") for box in boxes[: DIMS.experts]]
+    words = [box.get("data-expert") for box in boxes[: DIMS.experts]]
     assert words == ["cold"] * (DIMS.experts // 2) + ["hot"] * (DIMS.experts // 2)
 
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_shown_is_refused(
     )
     line = ["experts", str(path), "--device", "cpu"]
     assert run_command([*line, "--svg", str(tmp_path / "none" / "x.svg")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
+    assert "is in a folder that does not exist" in capsys.readouterr().err
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
     assert run_command([*line, "--routing-stats", str(bad)]) == 1
@@ -152,7 +153,7 @@ def test_a_picture_replaces_pictures_alone(
     for _ in range(2):
         assert run_command([*line, str(picture)]) == 0
     assert picture.read_text().startswith("<svg")
-    monkeypatch.setattr("headroom.cli.experts.find_residency", None)  # before all other work
+    monkeypatch.setattr("headroom.cli.experts.plan_experts", None)  # before all other work
     for target in (path, notes):
         before = target.read_bytes()
         capsys.readouterr()

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headroom.cli import loading
+from headroom.cli import loading, progress
 from headroom.cli.loading import open_llm
+from headroom.cli.progress import Show
 from headroom.options import Options
 
 
 class SlowLLM:
     """Loads 3 MB, half of it first."""
 
-    def __init__(self, options: Options, path: Path, progress: loading.Show) -> None:
+    def __init__(self, options: Options, path: Path, progress: Show, tap: None = None) -> None:
         assert path == Path("found")
         self.steps = [progress(done, 3_000_000) for done in (0, 1_500_000, 3_000_000)]
 
@@ -35,7 +36,7 @@ def slow_llm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_terminal_shows_how_much_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = io.StringIO()
     terminal = Console(file=drawn, force_terminal=True, width=100)
-    monkeypatch.setattr(loading, "Console", lambda stderr: terminal)
+    monkeypatch.setattr(progress, "Console", lambda stderr: terminal)
     with open_llm(Options()):
         shown = drawn.getvalue()
     assert "loading" in shown

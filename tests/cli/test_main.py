@@ -21,7 +21,7 @@ def raise_in_plan(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("headroom.cli.plan.read_shapes", fail)
+    monkeypatch.setattr("headroom.cli.plan.find_plan_source", fail)
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
+from headroom.machine.catalogue import CATALOGUE
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.units import MIB
@@ -138,7 +139,7 @@ def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_expert_budget_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    report = planned(capsys, *LARGE[1:], "--expert-budget", "20%")
+    report = planned(capsys, *LARGE[1:], "--expert-budget", "20%", "--expert-policy", "static")
     hot = {line["name"]: line["bytes"] for line in report["devices"][0]["lines"]}["hot_experts"]
     cold = {line["name"]: line["bytes"] for line in report["host"]["lines"]}["cold_experts"]
     assert hot == pytest.approx(0.2 * (hot + cold), rel=0.01)
@@ -151,7 +152,7 @@ def test_a_picture_is_drawn_beside_the_table(
     assert ET.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
     assert "qwen3.6-35b-a3b:q4_k_m fits" in capsys.readouterr().out
     assert run_command([*LARGE, "--svg", str(tmp_path / "no" / "plan.svg")]) == 2
-    assert "Cannot write" in capsys.readouterr().err
+    assert "is in a folder that does not exist" in capsys.readouterr().err
 
 
 def test_a_picture_takes_no_models_place(
@@ -170,8 +171,10 @@ def test_a_picture_takes_no_models_place(
 def test_one_line_is_explained_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*LARGE, "--context", "4096", "--explain", "kv"]) == 0
     assert capsys.readouterr().out == (
-        "kv on 12.00GiB: 83886080 bytes (80.0 MiB), 10 layers x 64 pages of 64 tokens, "
+        "kv on 12.00GiB: 83,886,080 bytes (80.0 MiB), 10 layers x 64 pages of 64 tokens, "
         "keys bf16, values bf16\n"
+        "    10 full-attention layers x 64 pages x 64 tokens x 2 KV heads x 1,024 bytes = "
+        "83,886,080 bytes (512 of a key of 256 values in bf16 and 512 of a value of 256 in bf16)\n"
     )
 
 
@@ -189,6 +192,57 @@ def test_contexts_and_devices_stand_side_by_side(capsys: pytest.CaptureFixture[s
     assert [plan["settings"]["context"] for plan in report["plans"]] == [4096, 8192]
 
 
+def test_a_comparison_is_drawn_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "compared.svg"
+    line = ["plan", "laguna-xs.2", "--ram", "64GiB", "--compare", "1GiB,12GiB", "--svg"]
+    assert run_command([*line, str(picture)]) == 0
+    assert "hot experts" in capsys.readouterr().out
+    texts = [x.text for x in ET.parse(picture).getroot().iter() if x.tag.endswith("text")]
+    assert {"1 of 2 fit", "1GiB", "12GiB", "does not fit"} <= set(texts)
+    assert run_command([*line, str(tmp_path / "no" / "c.svg")]) == 2
+    assert "is in a folder that does not exist" in capsys.readouterr().err
+
+
+def test_the_catalogue_is_listed_with_names_that_a_plan_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_command(["plan", "--devices", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["devices"]
+    assert [row["name"] for row in listed] == [entry.name for entry in CATALOGUE]
+    first = next(row for row in listed if row["name"] == "rtx3060-12gb")
+    assert first["memory_bytes"] == 12 << 30 > first["available_bytes"]
+    assert (first["bandwidth_bytes_per_s"], first["link_bytes_per_s"]) == (360e9, 32e9)
+    assert next(x for x in listed if x["name"] == "m4max-128gb")["link_bytes_per_s"] is None
+    assert run_command(["plan", "--devices"]) == 0
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["name", "memory"]
+    assert [row.split()[0] for row in rows] == [row["name"] for row in listed]
+    assert f"{len(listed)} devices" in last
+    shown = next(row for row in rows if row.startswith("rtx3060-12gb"))
+    assert shown.split()[1:7] == ["12.00", "GiB", "360", "GB/s", "32", "GB/s"]
+    assert max(map(len, rows)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--explain", "kv", "--json"], "--explain prints one thing alone: --json would"),
+        (["--emit", "llama.cpp", "--compare", "8GiB"], "--emit prints one thing alone: --compare"),
+        (["--explain", "kv", "--emit", "llama.cpp"], "--explain prints one thing alone: --emit"),
+        (["--explain", "kv", "--svg", "x.svg"], "--explain prints one thing alone: --svg would"),
+    ],
+)
+def test_a_flag_that_another_one_would_silence_is_refused(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command([*LARGE, *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+
+
 def test_a_comparison_in_which_nothing_fits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["plan", "qwen3.6-27b:bf16", "--ram", "64GiB", "--compare"]
     assert run_command([*line, "8GiB,12GiB"]) == 3
@@ -200,7 +254,7 @@ def test_a_comparison_in_which_nothing_fits_is_refused(capsys: pytest.CaptureFix
 def test_another_programs_command_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command([*LARGE, "--emit", "llama.cpp"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("llama-server -m /path/to/MODEL.gguf -c 8192 -np 1")
+    assert shown.startswith("llama-server -m qwen3.6-35b-a3b-q4_k_m.gguf -c 8192 -np 1")
     assert "--n-cpu-moe" in shown
 
 
@@ -317,7 +371,7 @@ def test_a_built_in_model_is_planned_without_the_packages_that_take_long_to_impo
     assert json.loads(done.stdout)["fits"]
 
 
-def test_the_command_of_llama_cpp_names_the_file_or_a_placeholder(
+def test_the_command_of_llama_cpp_names_the_file_or_what_it_would_be_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, folder = tmp_path / "in" / "model.gguf", tmp_path / "folder"
@@ -329,9 +383,9 @@ def test_the_command_of_llama_cpp_names_the_file_or_a_placeholder(
     for model, shown in (
         (str(path), str(path)),
         (str(path.parent), str(path)),
-        (str(folder), "/path/to/MODEL.gguf"),
-        (str(tensors), "/path/to/MODEL.gguf"),
-        ("qwen3-0.6b:q4_k_m", "/path/to/MODEL.gguf"),
+        (str(folder), "folder.gguf"),
+        (str(tensors), "folder.gguf"),
+        ("qwen3-0.6b:q4_k_m", "qwen3-0.6b-q4_k_m.gguf"),
     ):
         capsys.readouterr()
         assert run_command(["plan", model, "--device", "24GiB", "--emit", "llama.cpp"]) == 0

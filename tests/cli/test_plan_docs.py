@@ -49,3 +49,33 @@ def test_the_documented_json_is_what_its_command_prints(
         cut(found, like)
     cut(report["host"], documented["host"])
     assert report == documented
+
+
+def test_the_documented_explanation_is_what_its_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = ROOT.joinpath("docs", "plan.md").read_text()
+    (block,) = [x for x in text.split("```\n") if x.startswith("headroom plan qwen3.6-35b-a3b")]
+    command, shown = block.split("\n\n")
+    assert printed(command, capsys) == shown
+
+
+def drawn(command: str, picture: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the picture that a command draws, whose last word is the documented file."""
+    words = command.split()
+    printed(shlex.join([*words[:-1], str(picture)]), capsys)
+    return picture.read_text()
+
+
+def test_the_documented_pictures_are_what_their_commands_draw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = ROOT.joinpath("README.md").read_text()
+    (block,) = [x for x in readme.split("```\n") if x.startswith("headroom plan qwen3.6-35b-a3b")]
+    command = block.partition(" | ")[0] + " --svg docs/plan.svg"
+    assert "`--svg docs/plan.svg`" in readme
+    page = ROOT.joinpath("docs", "plan.md").read_text()
+    (comparison,) = [x for x in page.split("`") if x.endswith("docs/comparison.svg")]
+    for line in (command, comparison):
+        kept = ROOT / line.split()[-1]
+        assert drawn(line, tmp_path / "drawn.svg", capsys) == kept.read_text(), line

@@ -1,13 +1,18 @@
 """`headroom plan` reads the files about experts that it is given, as a run does."""
 
 import json
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from headroom.cli.main import run_command
 from headroom.experts.placement import ExpertPlacement, save_placement
 from headroom.families.files import open_checkpoint
+from headroom.formats import checkpoint, hub
+from headroom.plan import sources
 from tests.synth_models import MODELS, write_model
 
 CARD = ("--device", "2GiB", "--expert-budget", "50%")
@@ -113,3 +118,34 @@ def test_compared_plans_name_the_options_that_do_nothing_in_a_column(
         "experts: without effect in column cpu, since the model runs on the CPU, which has no cold "
         "experts: --cold"
     )
+
+
+@pytest.mark.parametrize("more", ["nothing", "--emit", "--placement", "--routing-stats"])
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_a_model_is_looked_up_opened_and_described_once(
+    path: Path, tmp_path: Path, more: str, by_folder: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = placed(path, tmp_path, 2)
+    flags = {
+        "nothing": [],
+        "--emit": ["--emit", "llama.cpp"],
+        "--placement": ["--placement", str(kept)],
+        "--routing-stats": ["--routing-stats", str(tmp_path / "counts.json")],
+    }
+    calls: Counter[str] = Counter()
+
+    def count(module: ModuleType, name: str) -> None:
+        real = getattr(module, name)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return real(*given, **named)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(hub, "_find")
+    count(checkpoint, "read_split_gguf")
+    count(sources, "file_types")
+    line = ["plan", str(path.parent if by_folder else path), *CARD, *flags[more]]
+    assert run_command(line) == 0
+    assert calls == {"_find": 1, "read_split_gguf": 1, "file_types": 1}

@@ -1,12 +1,14 @@
 """`headroom profile`: prompts in, statistics out."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headroom.cli.main import run_command
+from headroom.experts.trace import load_trace
 from headroom.families.synth.recipe import Recipe, find_recipe
 from headroom.families.synth.routing import hot_experts, make_skew
 from headroom.families.synth.values import Source
@@ -209,3 +211,47 @@ def test_statistics_of_another_model_are_written_over_only_where_out_names_them(
     assert target.read_text() == content
     profiled(capsys, *line, "--out", target)
     assert json.loads(target.read_text())["model"] != "other"
+
+
+def test_a_trace_of_every_token_is_recorded_beside_the_statistics(
+    skewed: tuple[Path, Recipe], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, kept = skewed[0], prompts.parent / "x.trace", prompts.parent / "s.json"
+    line = ("--prompts", prompts, "--tokens", 9, "--out", kept, "--trace", out)
+    found = profiled(capsys, path, *line)
+    assert found["trace"] == str(out)
+    trace = load_trace(out)
+    table = json.loads(kept.read_text())
+    assert trace.model == table["model"]
+    assert trace.source == f"2 prompts through {found['model']}"
+    assert len(trace.sequences()) == 2
+    assert trace.tokens == found["tokens"] - 2
+    for index, layer in enumerate(trace.layers):
+        counts = Counter(trace.of_layer(index).flatten().tolist())
+        assert table["counts"][layer.layer] == [counts[x] for x in range(layer.experts)]
+    assert profiled(capsys, path, *line)["tokens"] == found["tokens"]  # replaces a trace
+    shown = ["profile", *map(str, (path, *line)), *FEW]
+    assert run_command(shown) == 0
+    assert f"trace written to {out}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_trace_replaces_no_other_file(
+    skewed: tuple[Path, Recipe],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delattr("headroom.llm.LLM.__init__")
+    line = ["profile", str(skewed[0]), "--prompts", str(prompts), *FEW, "--trace"]
+    for other, why in (
+        (prompts, "is there and is not a routing trace file"),
+        (skewed[0], "is a file of the model"),
+    ):
+        before = other.read_bytes()
+        assert run_command([*line, str(other)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: {other} {why}; it is not written over. Name another file with --trace.\n"
+        )
+        assert other.read_bytes() == before
+    assert run_command([*line, str(prompts.parent / "nowhere" / "x")]) == 2
+    assert "--trace" in capsys.readouterr().err

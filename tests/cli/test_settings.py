@@ -70,7 +70,7 @@ def test_variables_and_a_config_file_reach_the_engine(
         (["--threads", "two"], "--threads"),
         (["--contxt", "3"], "--contxt"),
         (["--temperature", "-1"], "error: temperature is -1.0; it must be from 0 to 100."),
-        (["--max-tokens", "0"], "error: max_tokens is 0; it must be at least 1."),
+        (["--max-tokens", "0"], "error: max_tokens is 0; it must be from 1 to 2147483647."),
     ],
 )
 def test_wrong_values_are_usage_errors(

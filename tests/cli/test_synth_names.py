@@ -21,8 +21,8 @@ def test_a_model_to_synthesise_is_reported_with_how_to_write_it(
     command: list[str], tmp_path: Path, capsys: Captured
 ) -> None:
     assert said(command, "synth:llama", tmp_path, capsys) == (
-        "error: synth:llama is a model that only headroom bench writes by itself. Write it with: "
-        "headroom synth llama FILE --size tiny --quant q4_k_m; then name the file.\n"
+        "error: synth:llama is a synthetic model, which only headroom bench makes itself. "
+        "Write it with: headroom synth llama FILE --size tiny --quant q4_k_m; then name the file.\n"
     )
     assert said(command, "Synth:qwen3.5-27b:q8_0", tmp_path, capsys).endswith(
         "headroom synth qwen35 FILE --size qwen3.5-27b --quant q8_0; then name the file. "
@@ -45,4 +45,4 @@ def test_a_model_that_bench_has_written_is_named(tmp_path: Path, capsys: Capture
     path.parent.mkdir()
     path.touch()
     told = said(COMMANDS[0], "synth:llama", tmp_path, capsys)
-    assert told.endswith(f"by itself. It has written {path}: name that file.\n")
+    assert told.endswith(f"makes itself. It has made {path}: name that file.\n")

@@ -1,4 +1,4 @@
-"""A server over a scripted model."""
+"""Servers with a scripted model."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tests.server.fakes import serving
 MODEL = "scripted"
 
 
-# One of the servers wants a key; the other one takes any.
+# One of the servers requires a key; the other accepts any.
 KEYS = {"qwen3": None, "qwen35": "open-sesame"}
 
 

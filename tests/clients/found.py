@@ -1,4 +1,4 @@
-"""Where the clients are: on the PATH, or where a variable says."""
+"""Finds the clients: on the PATH, or where an environment variable says."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-# Variables of these tests: the Python that has the clients' packages, and the other programs.
+# The environment variables: for the Python with the clients' packages, and for each program.
 PYTHON = "CLIENTS_PYTHON"
 PROGRAMS = {
     "codex": "CLIENT_CODEX",

@@ -15,9 +15,9 @@ from headroom.formats.writing import write_pieces
 # Agents send prompts of up to 80 kB, and the tiny vocabulary spells most of it byte by byte.
 CONTEXT = 160_000
 
-# Tools stand in the system turn, results are user turns, thoughts are shown since the user's last
-# words: as in the models' own templates, in other words. `explain` shows how to call, `calls`
-# writes the calls of an earlier turn, `opens` begins a thought.
+# Like the models' own templates: tools are in the system message, results are user messages, and
+# thoughts are shown only after the user's last message. `explain` says how to write a call, `calls`
+# writes the calls of an earlier answer, `opens` begins a thought.
 TEMPLATE = """\
 {%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
 {%- if tools or first %}
@@ -116,7 +116,7 @@ class Manner:
         return f"<tool_call>\n<function={name}>\n{''.join(lines)}{end}</function>\n</tool_call>"
 
     def thought(self, prompt: str, text: str) -> str:
-        """Return a thought as an answer begins with it; nothing where thoughts are off."""
+        """Return a thought as the answer's beginning; "" if thoughts are off."""
         if prompt.endswith("</think>\n\n"):
             return ""
         start = "" if prompt.endswith("<think>\n") else "<think>\n"
@@ -129,7 +129,7 @@ MANNERS: Mapping[str, Manner] = MappingProxyType(
 
 
 def write_model(family: str, path: Path) -> Path:
-    """Write a model of one layer, with its family's special tokens and manner of calling."""
+    """Write a model of one layer, with its family's special tokens and call format."""
     recipe = find_recipe(family, "tiny")
     recipe = replace(recipe, dims=replace(cut(recipe.dims, 1), context=CONTEXT))
     values = gguf_values(recipe, "q8_0") | {"tokenizer.chat_template": MANNERS[family].template}

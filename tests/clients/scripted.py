@@ -1,4 +1,4 @@
-"""A model whose tokens are chosen by a script; everything else of it is real."""
+"""A model whose tokens come from a script; everything else is real."""
 
 import threading
 import time
@@ -39,6 +39,7 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._context = context
         self.script = script
+        self.pause_s = 0.0  # before each token
         self.prompts: list[str] = []  # every prompt that came, as text
         self.answers: list[tuple[int, ...]] = []  # what the script said to it, without its end
         self.requests: list[GenerationRequest] = []
@@ -46,7 +47,7 @@ class ScriptedEngine:
         self._cancelled: dict[str, threading.Event] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Return what only the real engine has: its sizes, checks, numbers, embeddings."""
+        """Return an attribute of the real engine: sizes, checks, statistics, embeddings."""
         return getattr(self._engine, name)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
@@ -85,7 +86,7 @@ class ScriptedEngine:
             return TokenEvent(
                 request_id=request.id,
                 token=token,
-                # A script is sure of what it says.
+                # Logprob 0: the script always writes this token.
                 logprobs=None if token is None or logprobs is None else TokenLogprobs(0.0, ()),
                 finish_reason=reason,
                 error=error,
@@ -107,7 +108,7 @@ class ScriptedEngine:
         tokens = self._tokenizer.encode(answer, add_bos=False)
         self.answers.append(tuple(tokens))
         for token in [*tokens, *self._end(request)]:
-            if self._cancelled[request.id].is_set():
+            if self._cancelled[request.id].wait(self.pause_s):
                 yield event(reason="cancelled")
                 return
             if not _allows(request.constraint, token):

@@ -1,4 +1,4 @@
-"""Open WebUI, unmodified, over a running server: as its OpenAI server and as its Ollama server."""
+"""Open WebUI, unmodified, with a running server as its OpenAI server and as its Ollama server."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def webui(
 
 
 def wait_for(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until Open WebUI takes requests."""
+    """Wait until Open WebUI accepts requests."""
     deadline = time.monotonic() + START_S
     while True:
         assert process.poll() is None, log.read_text()
@@ -87,12 +87,12 @@ def ask(webui: httpx.Client, messages: list[dict[str, Any]], **more: Any) -> htt
     return answer
 
 
-def test_it_lists_the_model(webui: httpx.Client) -> None:
+def test_open_webui_lists_the_model(webui: httpx.Client) -> None:
     (model,) = webui.get("/api/models").json()["data"]
     assert model["id"].split(":")[0] == MODEL
 
 
-def test_it_chats(webui: httpx.Client) -> None:
+def test_open_webui_chats(webui: httpx.Client) -> None:
     hi = [{"role": "user", "content": "Hi."}]
     (choice,) = ask(webui, hi, stream=False).json()["choices"]
     assert choice["message"]["content"] == cases.HELLO
@@ -102,7 +102,7 @@ def test_it_chats(webui: httpx.Client) -> None:
     assert "".join(delta.get("content") or "" for delta in deltas) == cases.HELLO
 
 
-def test_it_passes_tools_on_and_their_results(webui: httpx.Client) -> None:
+def test_open_webui_passes_tools_and_their_results_on(webui: httpx.Client) -> None:
     function = {"name": "get_weather", "description": "The forecast.", "parameters": cases.WEATHER}
     tools = [{"type": "function", "function": function}]
     history: list[dict[str, Any]] = [{"role": "user", "content": cases.ASK_WEATHER}]

@@ -1,4 +1,4 @@
-"""The scripted engine itself: it says what the script says, within the limits of a request."""
+"""The scripted engine answers with the script's text, within the limits of a request."""
 
 from collections.abc import Iterator
 from pathlib import Path

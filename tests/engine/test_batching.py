@@ -18,7 +18,7 @@ def make_turn(cached: int, rows: int, known: int, *, prompt_logprobs: bool = Tru
     )
     sequence = Sequence(request, lambda event: None, limit=100)
     sequence.cached = cached
-    sequence.prompt_logprobs = [None] * known
+    request.prompt_logprobs.extend([None] * known)
     return Turn(sequence, rows)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.engine.sampler import LogitRow, sample
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, ContextLengthError, RequestError
 from headroom.llm import LLM
@@ -336,7 +336,7 @@ def test_cancelling_a_request_that_just_ended_does_not_hit_the_next_of_its_id(
 def test_an_id_in_use_is_refused(llm: LLM) -> None:
     request = llm.request([1], SamplingParams(ignore_eos=True))
     llm.engine.submit(request, lambda event: None)
-    with pytest.raises(RequestError, match="is in use"):
+    with pytest.raises(RequestError, match="is running or waiting"):
         llm.engine.submit(request, lambda event: None)
 
 
@@ -386,6 +386,44 @@ def test_prompt_logprobs_come_once_and_have_as_many_alternatives_as_asked_for(ll
         assert [len(event.prompt_logprobs) for event in events] == [5, 0, 0]
         entries = [*events[0].prompt_logprobs[1:], *(event.logprobs for event in events)]
         assert [len(entry.top) for entry in entries if entry] == [top] * 7
+
+
+def test_answers_to_one_prompt_compute_its_logprobs_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+
+    def counted(logits: LogitRow, token: int, top: int) -> TokenLogprobs:
+        scored.append(token)
+        return token_logprobs(logits, token, top)
+
+    monkeypatch.setattr("headroom.engine.outputs.token_logprobs", counted)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    given = {"max_tokens": 2, "logprobs": 3, "prompt_logprobs": True, "ignore_eos": True}
+    first = llm.request(prompt, SamplingParams(**given))
+    alone = collect(llm, first)
+    assert len(scored) == 7 + 2  # of the prompt and of the answer
+    scored.clear()
+    shared: list[TokenLogprobs | None] = []
+    requests = [
+        replace(llm.request(prompt, SamplingParams(draw=draw, **given)), prompt_logprobs=shared)
+        for draw in range(3)
+    ]
+    ended = threading.Semaphore(0)
+    events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
+
+    def take(event: TokenEvent) -> None:
+        events[event.request_id].append(event)
+        if event.finish_reason is not None:
+            ended.release()
+
+    for request in requests:
+        llm.engine.submit(request, take)
+    for _ in requests:
+        assert ended.acquire(timeout=60)
+    assert len(scored) == 7 + 3 * 2
+    for request in requests:
+        assert events[request.id][0].prompt_logprobs == alone[0].prompt_logprobs
 
 
 def test_stats_count_running_and_waiting_requests_separately(tiny_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_an_idle_engine_saves_too(
 def test_exchanges_come_between_requests_unless_they_are_off(
     path: Path, half_cold: list[Watched]
 ) -> None:
-    moved = answers(path, half_cold, swap_min_gain=1.0, swap_bytes="1GiB")
+    moved = answers(path, half_cold, swap_min_gain=1.0, swap_false_chance=1.0, swap_bytes="1GiB")
     assert half_cold[0].exchanged
     assert set(half_cold[0].running) == {0}
     rested = answers(path, half_cold, swap_every="off")

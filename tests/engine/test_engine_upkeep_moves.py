@@ -29,7 +29,12 @@ PROMPTS = (PROMPT[:4], PROMPT[:4], PROMPT[6:9])
 # Wrong experts may leave the likeliest tokens as they are, but no probability.
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
 SETTINGS: dict[str, Any] = {"context": 64, "chunk": 4, "kernels": "reference"}
-HALF_COLD: dict[str, Any] = {"expert_budget": "50%", "swap_min_gain": 0.5, "swap_per_layer": 2}
+HALF_COLD: dict[str, Any] = {
+    "expert_budget": "50%",
+    "swap_min_gain": 0.5,
+    "swap_false_chance": 1.0,
+    "swap_per_layer": 2,
+}
 MOVED_S = 60.0  # that exchanges are waited for
 
 Answer = list[tuple[int | None, TokenLogprobs | None]]
@@ -83,8 +88,8 @@ def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Wa
         exchanges = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
         exchanges.running, exchanges.steps = [], []
     meter = None if cold_experts is None else cold_experts.meter
-    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, 0, exchanges, meter)
-    upkeep = open_upkeep(pipeline, read_records(model, stage.options))
+    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, {}, exchanges, meter)
+    upkeep = open_upkeep(pipeline, read_records(model.checkpoint, model.shape, stage.options))
     engine = Engine(pipeline, plan.settings, 4, upkeep)
     if exchanges is not None:
         exchanges.engine = engine

@@ -9,7 +9,7 @@ import pytest
 from headroom.engine.engine import Engine
 from headroom.engine.pooling import PooledRows, Vector, check_dimensions, shaped
 from headroom.engine.request import GenerationRequest, Pooling, SamplingParams, TokenEvent
-from headroom.errors import RequestError
+from headroom.errors import ModelError, RequestError
 from headroom.llm import LLM
 from tests.stand_in.gpu import stand_in_gpu
 from tests.stand_in.stage import TableModel, device_engine, host_engine, settings
@@ -118,3 +118,11 @@ def test_a_cancelled_prompt_gives_no_vector(tiny_path: Path) -> None:
         event = first.get(timeout=30)
         assert event.finish_reason in ("cancelled", "stop")
         assert (event.vector is None) == (event.finish_reason == "cancelled")
+
+
+def test_a_vector_that_is_not_finite_is_an_error() -> None:
+    for broken in (np.nan, np.inf):
+        rows = PooledRows("mean")
+        rows.add(0, np.array([1, broken], dtype=np.float32))
+        with pytest.raises(ModelError, match="not finite"):
+            rows.vector()

@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headroom.engine import sampler
 from headroom.engine.request import SamplingParams
-from headroom.engine.sampler import sample, token_logprobs
-from headroom.errors import RequestError
-from headroom.kernels.philox import philox, uniform
+from headroom.engine.sampler import _filtered, sample, token_logprobs
+from headroom.errors import ModelError, RequestError
+from headroom.kernels.cuda.sampler import sample as device_sample
+from headroom.kernels.philox import uniform
+from tests.sampler_cases import tables_of
 
 
 def row(*values: float) -> np.ndarray:
@@ -21,27 +25,6 @@ def shares(logits: np.ndarray, params: dict, draws: int = 4000) -> np.ndarray:
     for seed in range(draws):
         counts[sample(logits, [0], SamplingParams(seed=seed, **params))] += 1
     return counts / draws
-
-
-def test_philox_gives_the_published_vectors() -> None:
-    assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
-    ones = 0xFFFFFFFF
-    assert philox((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
-    assert philox((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)) == (
-        0xD16CFE09,
-        0x94FDCCEB,
-        0x5001E420,
-        0x24126EA1,
-    )
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**33))
-def test_uniform_is_in_range_and_depends_on_all_three(seed: int, position: int, draw: int) -> None:
-    value = uniform(seed, position, draw)
-    assert 0 <= value < 1
-    others = {uniform(seed ^ 1, position, draw), uniform(seed, position + 1, draw)}
-    others |= {uniform(seed, position, draw + 1)}
-    assert value not in others
 
 
 def test_temperature_zero_takes_the_lowest_id_among_equals() -> None:
@@ -151,6 +134,19 @@ def test_each_position_has_a_random_number_of_its_own() -> None:
         assert sample(logits, history, params) == expected
 
 
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])  # the ends of what `uniform` returns
+def test_the_ends_of_the_random_numbers_draw_the_first_and_the_last_token_with_a_chance(
+    monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    monkeypatch.setattr(sampler, "uniform", lambda seed, position, draw: number)
+    dice = np.random.default_rng(5)
+    for tokens in range(1, 300):
+        logits = dice.normal(size=tokens).astype(np.float32)
+        impossible = np.full(3, -np.inf, dtype=np.float32)
+        padded = np.concatenate((impossible, logits, impossible))
+        assert sample(padded, [], SamplingParams()) == (3 if number == 0 else tokens + 2)
+
+
 def test_sampling_leaves_the_logits_alone() -> None:
     logits = row(1, 2, 3)
     sample(logits, [2], SamplingParams(logit_bias={0: 9}, repetition_penalty=2, top_k=1))
@@ -240,3 +236,85 @@ def test_rows_beyond_a_mask_are_never_drawn() -> None:
     found = {sample(logits, [0] * at, SamplingParams(seed=1), mask) for at in range(200)}
     assert max(found) < 32
     assert len(found) > 20
+
+
+def sorting_oracle(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The probabilities that are left, with every step on a sorted vocabulary."""
+    values = logits.astype(np.float64) / params.temperature
+    left = np.exp(values - values.max())
+    order = np.argsort(-logits, kind="stable")
+    if params.top_k:
+        left[order[params.top_k :]] = 0
+    goal = params.top_p * (left[np.sort(order[: params.top_k])] if params.top_k else left).sum()
+    if params.top_p < 1:
+        before = np.concatenate(([-1.0], np.cumsum(left[order])[:-1]))
+        left[order[before >= goal]] = 0
+    left[left < params.min_p * left.max()] = 0
+    return left
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.sampled_from([1, 2, 5, 1023, 1024, 1025, 3000, 20_000]),
+    levels=st.sampled_from([1, 2, 7, 100, 2**31 - 1]),  # of logits: few give many ties
+    spread=st.sampled_from([0.0, 0.3, 3.0, 30.0]),
+    top_p=st.sampled_from([0.0, 1e-9, 0.25, 0.5, 0.9, 0.999999, 1 - 2**-53, 1.0]),
+    top_k=st.sampled_from([0, 1, 3, 1024, 5000]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+def test_selecting_keeps_exactly_what_sorting_the_vocabulary_keeps(
+    seed: int, size: int, levels: int, spread: float, top_p: float, top_k: int, min_p: float
+) -> None:
+    drawn = np.random.default_rng(seed)
+    logits = (drawn.integers(0, levels, size) / levels * spread).astype(np.float32)
+    params = SamplingParams(top_p=top_p, top_k=min(top_k, size), min_p=min_p, temperature=0.7)
+    expected = sorting_oracle(logits, params)
+    left = _filtered(logits, params)
+    found = np.zeros(size)
+    found[slice(None) if left.ids is None else left.ids] = left.probabilities
+    assert np.array_equal(found, expected)
+
+
+@given(
+    st.lists(st.sampled_from([-np.inf, -3.0, 0.0, 0.5, 0.5000001, 9.0]), min_size=1, max_size=30),
+    st.integers(0, 20),
+)
+def test_the_likeliest_tokens_are_those_of_a_stable_sort(values: list[float], top: int) -> None:
+    logits = row(*values, 1.0)
+    found = token_logprobs(logits, len(values), top)
+    assert [token for token, _ in found.top] == np.argsort(-logits, kind="stable")[:top].tolist()
+    exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64))
+    assert found.logprob == pytest.approx(exact[-1])
+    assert [value for _, value in found.top] == pytest.approx(
+        [exact[token] for token, _ in found.top]
+    )
+
+
+@given(
+    st.sampled_from([5e-324, 1e-310, 1e-200, 1e-40, 1e-6, 1e-5, 1.1e-5, 1e-3, 99.0]),
+    st.sampled_from([1e-30, 1.0, 3e4, 3e38]),
+    st.integers(0, 2**32 - 1),
+)
+def test_host_and_device_draw_the_same_token_at_any_temperature_and_scale(
+    temperature: float, scale: float, seed: int
+) -> None:
+    logits = np.random.default_rng(seed).uniform(-1, 1, 50).astype(np.float32) * np.float32(scale)
+    params = SamplingParams(temperature=temperature, seed=seed, top_p=0.9)
+    found = sample(logits, [0, 1, 2], params)
+    tables = tables_of([params], [0, 1, 2])
+    assert device_sample(torch.from_numpy(logits)[None], tables).item() == found
+    if temperature < 1e-5:
+        assert found == logits.argmax()
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error_and_never_a_token(broken: float) -> None:
+    logits = row(1, broken, 3)
+    for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.5)):
+        with pytest.raises(ModelError, match="not finite: the largest is"):
+            sample(logits, [0], params)
+    with pytest.raises(ModelError, match="not finite"):
+        token_logprobs(logits, 0, 1)
+    with pytest.raises(ModelError, match="not finite"):
+        sample(row(-np.inf, -np.inf), [0], SamplingParams())

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from headroom.experts.store import NOWHERE, SPARE, Residency
 from headroom.formats.quants import BY_NAME, QuantType
+from headroom.kernels.cuda import expert_cache
+from headroom.kernels.cuda.expert_cache import LayerTable
 from headroom.kernels.cuda.experts import ExpertTiles
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.ops import ExpertTable, Picks
@@ -48,6 +51,19 @@ class PrefillStore:
     host_addresses: torch.Tensor
     expert_bytes: int
     spare: torch.Tensor | None = None  # holds an expert whose exchange failed
+    _found: tuple[torch.Tensor, Residency] | None = None
+
+    @property
+    def residency(self) -> Residency:
+        """Where experts are, by the addresses; the same object until these change."""
+        now = self.host_addresses[:, 0]
+        if self._found is None or not torch.equal(now, self._found[0]):
+            row = (now - self.cold.data_ptr()) // self.expert_bytes
+            row[(row < 0) | (row >= len(self.cold))] = SPARE
+            row[now == 0] = NOWHERE
+            slot = torch.where(now == 0, 0, NOWHERE)
+            self._found = now.clone(), Residency(slot, row)
+        return self._found[1]
 
     def cold_of(self, expert: int) -> torch.Tensor | None:
         """Return an expert that lies in the spare buffer; others are found by their rows."""
@@ -86,6 +102,15 @@ class DecodeStore:
     tiles: ExpertTiles  # where a GPU finds all
     is_hot: torch.Tensor  # int32 [experts]: which ones the CPU is not told of
     host_addresses: torch.Tensor
+
+    @property
+    def lookup(self) -> LayerTable:
+        """What a step resolves its picks by."""
+        return expert_cache.static_table(self.is_hot, None)
+
+    @property
+    def experts(self) -> int:
+        return len(self.blobs)
 
     @property
     def kinds(self) -> Sequence[QuantType]:

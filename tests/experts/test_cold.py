@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts import prefill
+from headroom.experts import cache, prefill
 from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer
 from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
@@ -102,14 +102,17 @@ class Layer:
         picks = Picks(*(one.clone() for one in picks))
         out, addends = x.clone(), Addends(residual=x)
         if len(x) > 32:
+            if self.cold_experts is not None:
+                self.cold_experts.store.take_places()
             return self.paths.gpu.prefill(x, picks, addends, out)
-        if self.paths.cpu is not None:
-            assert self.worker is not None
+        resolver = self.paths.resolver
+        if self.worker is not None:
             self.worker.begin_step()
-            self.paths.cpu.ask(x, *picks)
+        if resolver is not None:
+            picks = resolver.resolve(x if resolver.asks_cpu else None, picks)
         self.paths.gpu.decode(half_rows(x), picks, addends, out)
-        if self.paths.cpu is not None:
-            self.paths.cpu.add_answers(out)
+        if resolver is not None:
+            resolver.add_answers(out)
         return out
 
 
@@ -158,7 +161,7 @@ def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, obje
     wanted, found = Layer(file, None), Layer(file, HOT[share], cold, **changes)
     alone = cold == "gpu" or "speeds" in changes
     assert found.cold_experts is not None
-    assert (found.paths.cpu is None, found.cold_experts.same_bits) == (alone, alone)
+    assert (found.paths.resolver is None, found.cold_experts.same_bits) == (alone, alone)
     for rows in (2, 33):
         x, picks = inputs(rows)
         answers = found.run(x, picks), wanted.run(x, picks)
@@ -171,6 +174,59 @@ def check_paths(file: WeightFile, share: int, cold: str, changes: dict[str, obje
         found.worker.close()
 
 
+@pytest.mark.parametrize("policy", ["static", "lru", "spare", "counts", "auto"])
+@pytest.mark.parametrize("cold", ["gpu", "auto"])
+@pytest.mark.parametrize("kind", ["q4_0", "bf16"])
+def test_slots_that_change_hands_within_steps_change_no_answer(
+    tmp_path: Path, policy: str, cold: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)  # so few slots that a cache thrashes
+    file = weight_file(tmp_path, kind, "q8_0")
+    wanted = Layer(file, None)
+    found = Layer(file, (1, 2, 4), cold, keep_copy=True, policy=policy)
+    assert found.store.is_cached == (policy != "static")
+    residents = set()
+    for rows in (1, 1, 2, 1, 33, 1, 3, 1, 1, 5, 40, 1, 2):
+        x, picks = inputs(rows)
+        answers = found.run(x, picks), wanted.run(x, picks)
+        if cold == "gpu":
+            assert torch.equal(*answers)
+        else:
+            assert apart(*answers, x) < 0.01
+        assert found.cold_experts is not None
+        residents.add(found.cold_experts.store.current_placement().hot[0])
+        for expert in range(EXPERTS):  # every expert is whole where the table says that it is
+            slot, row = found.store.slot_of(expert), found.store.cold_of(expert)
+            assert row is not None
+            assert (slot is not None) == (expert in found.store.hot)
+            assert slot is None or torch.equal(slot.cpu(), row.cpu())
+    if cold == "gpu":  # with "auto", so few misses are the CPU's
+        assert (len(residents) > 1) == (policy != "static")
+    if found.worker is not None:
+        found.worker.check()
+        found.worker.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes"),
+    [
+        (3, {"keep_copy": False}),  # host memory does not hold the experts in slots
+        (3, {"pin": False}),  # the GPU cannot read host memory
+        (3, {"cold": "cpu"}),  # nothing crosses the link
+        (2, {}),  # fewer slots than a token's experts
+    ],
+)
+def test_slots_change_hands_only_where_that_can_help(
+    file: WeightFile, slots: int, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)
+    given = {"cold": "auto", "keep_copy": True, "policy": "auto"} | changes
+    layer = Layer(file, range(slots), **given)  # type: ignore[arg-type]
+    assert not layer.store.is_cached
+    if layer.worker is not None:
+        layer.worker.close()
+
+
 def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
     layer = Layer(file, ())
     assert (layer.store.path, layer.store.choice.in_place) == ("cpu", (0, 0, 0, 1))
@@ -179,8 +235,13 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
     x, picks = inputs(2)
     layer.run(x, picks)
     size, figures = layer.store.expert_bytes, layer.cold_experts.meter.figures()
-    assert figures.read_bytes["gpu"] == 2 * size
-    assert size * len({*picks.ids[:, 1:].flatten().tolist()}) == figures.read_bytes["cpu"]
+    misses = len({*picks.ids.flatten().tolist()})  # of the step, whichever rows chose them
+    assert layer.paths.resolver is not None
+    assert layer.paths.resolver.table.link is not None
+    over_link = int(layer.paths.resolver.table.link[misses])
+    assert 0 < over_link < misses
+    assert figures.read_bytes["gpu"] == over_link * size
+    assert figures.read_bytes["cpu"] == (misses - over_link) * size
     assert figures.read_bytes["stream"] == 0
     layer.run(*inputs(60))  # so many picks of each expert that all are copied
     assert layer.cold_experts.meter.figures().read_bytes["stream"] == EXPERTS * size
@@ -244,7 +305,7 @@ def test_hot_and_cold_experts_give_equal_bits_if_no_step_asks_the_cpu(
 
 def test_without_cold_experts_the_hot_ones_get_their_weights(file: WeightFile) -> None:
     wanted, found = Layer(file, None), Layer(file, HOT[60], "drop")
-    assert (found.paths.cpu, found.worker, found.store.cold.nbytes) == (None, None, 0)
+    assert (found.paths.resolver, found.worker, found.store.cold.nbytes) == (None, None, 0)
     for rows in (2, 33):
         x, (ids, weights) = inputs(rows)
         hot = torch.isin(ids, torch.tensor(HOT[60], device="cuda"))

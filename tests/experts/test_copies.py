@@ -221,3 +221,24 @@ def test_work_around_a_wait_is_not_measured(gpu: StandInGpu) -> None:
     late_work(3)
     torch.cuda.synchronize()
     assert clock.seconds() == 0.0
+
+
+def test_the_time_of_each_copy_is_told_once_it_is_over(gpu: StandInGpu) -> None:
+    told: list[tuple[int, float]] = []
+    queue = CudaCopies(torch.device("cuda", 0), lambda *copy: told.append(copy))
+    buffer = torch.zeros(8, dtype=torch.uint8, device="cuda")
+    for turn in range(6):
+        queue.wait(queue.copy(buffer, [numbers(turn), numbers(20, turn % 2)], queue.mark()))
+        assert len(told) == turn  # a copy is told when the next one begins
+    assert [size for size, _ in told] == [4, 5, 4, 5, 4]
+    # Each piece takes the stand-in a millisecond.
+    assert [seconds for _, seconds in told] == pytest.approx([0.002] * 5)
+    assert gpu.queues.timed_events == 2  # which are used again and again
+    gpu.kept.append(buffer)
+
+
+def test_copies_that_nobody_times_record_no_time(gpu: StandInGpu) -> None:
+    queue, buffer = open_queue(), torch.zeros(8, dtype=torch.uint8, device="cuda")
+    queue.wait(queue.copy(buffer, [numbers(1)], queue.mark()))
+    assert gpu.queues.timed_events == 0
+    gpu.kept.append(buffer)

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn
 from headroom.families.files import open_checkpoint
+from headroom.kernels.cuda.route import RouterLogits
+from headroom.kernels.ops import Picks
 from tests.families import family_configs
 from tests.families.family_gguf import write_gguf
 from tests.stand_in.gpu import stand_in_gpu
@@ -27,13 +29,18 @@ class Recorded:
     def __init__(self, layer: int, calls: list[tuple[int, str, int]]) -> None:
         self._layer, self._calls = layer, calls
 
-    def ask(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    asks_cpu = True
+
+    def resolve(self, x: torch.Tensor | None, picks: Picks | RouterLogits) -> Picks:
         """Note the request."""
+        ids, weights = picks.top_k() if isinstance(picks, RouterLogits) else picks
         assert ids.shape == weights.shape
         assert ids.is_contiguous()
         assert weights.is_contiguous()
+        assert x is not None
         assert len(x) == len(ids)
         self._calls.append((self._layer, "before", len(x)))
+        return Picks(ids, weights)
 
     def add_answers(self, out: torch.Tensor) -> None:
         """Note that answers are wanted."""
@@ -63,7 +70,7 @@ def check_calls(model: ModelOnGpu) -> None:
     ]
     assert parts
     for layer, part in enumerate(parts):
-        part.cpu_picks = Recorded(layer, calls)
+        part.resolver = Recorded(layer, calls)
     run_spans(model, [(40, 0)])
     assert not calls
     run_spans(model, [(2, 10), (1, 11)])

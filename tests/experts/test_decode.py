@@ -1,21 +1,25 @@
 """Cold experts computed by the CPU while the GPU runs: real kernels on the CPU, a real worker."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts.decode import CpuPicks, DecodeWorker
-from headroom.kernels.cuda import experts, handover, matmul
+from headroom.experts.cache import RULES
+from headroom.experts.copies import HostCopies
+from headroom.experts.decode import DecodeResolver, DecodeWorker
+from headroom.experts.shares import LinkTables
+from headroom.kernels.cuda import expert_cache, experts, handover, matmul
+from headroom.kernels.cuda.expert_cache import CpuRequest
 from headroom.kernels.cuda.experts import Addends
-from headroom.kernels.cuda.handover import Mailbox
+from headroom.kernels.cuda.handover import COUNTS, Mailbox
 from headroom.kernels.cuda.sizes import TILED
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.experts import PanelTable
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import Picks
-from headroom.plan.cost_model import DecodeChoice
 from tests.experts.cold_layers import DecodeStore, decode_store, random_picks
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.stand_in.kernels import use_kernels
@@ -25,9 +29,9 @@ pytestmark = pytest.mark.skipif(
 )
 EXPERTS, USED, WIDTH, HIDDEN = 10, 4, 256, 256
 SIZES = (EXPERTS, WIDTH, HIDDEN)
-BY_CPU = DecodeChoice("cpu", (0,) * (USED + 1))
-MIXED = DecodeChoice("cpu", (0, 0, 1, 1, 2))
+BY_CPU, MIXED = (0,) * (USED + 1), (0, 0, 1, 1, 2)  # of n cold picks, those that the GPU reads
 MIX = ("q4_k", "q4_k", "q6_k")
+NO_EXPERT_HOT = torch.zeros(EXPERTS, dtype=torch.int32)
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +52,15 @@ def made() -> Iterator[list[DecodeWorker]]:
 
 
 def started(
-    made: list[DecodeWorker], stores: list[DecodeStore], choice: DecodeChoice
-) -> list[CpuPicks]:
+    made: list[DecodeWorker], stores: list[DecodeStore], link: tuple[int, ...]
+) -> list[DecodeResolver]:
     """The parts of layers whose worker runs."""
     compute = DecodeWorker("cpu")
     made.append(compute)
-    parts = [compute.add(store, USED, "silu", choice) for store in stores]
+    table = torch.tensor(link, dtype=torch.int32)
+    parts = [
+        DecodeResolver(store.lookup, compute.add(store, USED, "silu", table)) for store in stores
+    ]
     compute.start()
     return parts
 
@@ -66,14 +73,14 @@ def all_hot(store: DecodeStore, x: torch.Tensor, picks: Picks) -> torch.Tensor:
 
 
 def run_layer(
-    part: CpuPicks,
+    part: DecodeResolver,
     store: DecodeStore,
     x: torch.Tensor,
     picks: Picks,
 ) -> torch.Tensor:
     """A layer as a step runs it, on copies of its inputs."""
     picks = Picks(*(tensor.clone() for tensor in picks))
-    part.ask(x, *picks)
+    picks = part.resolve(x, picks)
     out = all_hot(store, x, picks)
     part.add_answers(out)
     return out
@@ -84,24 +91,54 @@ def apart(found: torch.Tensor, wanted: torch.Tensor, x: torch.Tensor) -> float:
     return float((found - wanted).norm() / (wanted - x).norm().clamp(min=1e-9))
 
 
-@pytest.mark.parametrize("choice", [BY_CPU, MIXED], ids=["cpu", "mixed"])
+@pytest.mark.parametrize("link", [BY_CPU, MIXED], ids=["cpu", "mixed"])
 @pytest.mark.parametrize("rows", [1, 3, 32])
 @pytest.mark.parametrize("hot", [0, 3, 6, 10])
 def test_any_split_of_hot_and_cold_experts_computes_what_all_hot_computes(
-    made: list[DecodeWorker], hot: int, rows: int, choice: DecodeChoice
+    made: list[DecodeWorker], hot: int, rows: int, link: tuple[int, ...]
 ) -> None:
     store = decode_store(MIX, SIZES, range(hot))
-    (part,) = started(made, [store], choice)
+    (part,) = started(made, [store], link)
     x, picks = torch.randn(rows, HIDDEN) * 0.3, random_picks(rows, EXPERTS, USED)
     made[0].begin_step()
     found = run_layer(part, store, x, picks)
     assert apart(found, all_hot(store, x, picks), x) < 1e-5
     counts = made[0].counts()
-    by_row = ((picks.ids >= 0) & (picks.ids >= hot)).sum(1).tolist()  # cold ones
-    read_in_place = sum(choice.in_place[cold] for cold in by_row)
-    assert counts.gpu_bytes == read_in_place * store.expert_bytes
-    assert (counts.cpu_bytes > 0) == (sum(by_row) > read_in_place)
+    cold = set(picks.ids.flatten().tolist()) - {-1, *range(hot)}  # an expert of two rows once
+    over_link = link[min(len(cold), len(link) - 1)]
+    assert counts.gpu_bytes == over_link * store.expert_bytes
+    assert counts.cpu_bytes == (len(cold) - over_link) * store.expert_bytes
     made[0].check()
+
+
+def test_tables_that_change_between_steps_move_work_and_no_result(
+    made: list[DecodeWorker],
+) -> None:
+    stores, worker = [decode_store(MIX, SIZES, range(3)) for _ in range(2)], DecodeWorker("cpu")
+    made.append(worker)
+    tables = LinkTables(2, (0,) * (EXPERTS + 1), torch.device("cpu"))
+    parts = [
+        DecodeResolver(store.lookup, worker.add(store, USED, "silu", tables.of_layer(layer)))
+        for layer, store in enumerate(stores)
+    ]
+    worker.start()
+    x, picks = torch.randn(2, HIDDEN) * 0.3, random_picks(2, EXPERTS, USED)
+    misses = len(set(picks.ids.flatten().tolist()) - {0, 1, 2})
+    for kept in (0, 1, misses, 2, 0):
+        before = [one.experts for one in worker.layer_counts()]
+        # The second layer probes: it leaves the CPU one more.
+        each = [tuple(min(n, kept - (kept > 0) * layer) for n in range(EXPERTS + 1))
+                for layer in (0, 1)]  # fmt: skip
+        assert tables.write(each, HostCopies().mark)
+        worker.begin_step()
+        for part, store in zip(parts, stores, strict=True):
+            found = run_layer(part, store, x, picks)
+            assert apart(found, all_hot(store, x, picks), x) < 1e-5
+        asked = [one.experts for one in worker.layer_counts()]
+        done = [after - old for after, old in zip(asked, before, strict=True)]
+        assert done == [misses - table[misses] for table in each]
+    assert worker.steps == 5
+    worker.check()
 
 
 @pytest.mark.parametrize("name", sorted(kind.name for kind in TILED))
@@ -122,7 +159,7 @@ def test_the_kernels_of_a_gpu_pass_over_what_the_cpu_takes(made: list[DecodeWork
     rows = matmul.half_rows(x)
     wanted = experts.few_rows(rows, ids.clone(), weights, store.tiles, "silu", addends)
     made[0].begin_step()
-    part.ask(x, ids, weights)
+    part.resolve(x, Picks(ids, weights))
     assert ids.tolist() == [[-1, 1, -1, 2]]
     found = experts.few_rows(rows, ids, weights, store.tiles, "silu", addends)
     part.add_answers(found)
@@ -142,7 +179,8 @@ def test_layers_and_steps_take_turns_in_one_mailbox(made: list[DecodeWorker]) ->
 
 def test_a_rows_result_does_not_depend_on_other_rows(made: list[DecodeWorker]) -> None:
     store = decode_store(MIX, SIZES, range(5))
-    (part,) = started(made, [store], MIXED)
+    # Where GPU and CPU share the experts of a step, other rows decide which of them are whose.
+    (part,) = started(made, [store], BY_CPU)
     x, picks = torch.randn(8, HIDDEN) * 0.3, random_picks(8, EXPERTS, USED)
     made[0].begin_step()
     together = run_layer(part, store, x, picks)
@@ -167,16 +205,44 @@ def test_experts_that_were_exchanged_are_found_where_they_are(made: list[DecodeW
 
 def test_a_gpu_gives_up_a_cpu_that_does_not_answer() -> None:
     box = Mailbox.allocate(HIDDEN, 1, "cpu")
-    takers = handover.Takers(torch.zeros(EXPERTS, dtype=torch.int32), torch.zeros(USED + 1).int())
+    table = expert_cache.static_table(NO_EXPERT_HOT, torch.zeros(USED + 1).int())
     x, picks = torch.randn(2, HIDDEN), random_picks(2, EXPERTS, USED)
     out = torch.zeros(2, HIDDEN)
-    handover.publish(x, *picks, takers, box, 0)
+    expert_cache.resolve(picks, table, RULES, CpuRequest(x, box, 0))
     assert not box.failed
     handover.collect(out, box, 0, last=True, limit_ms=20)
     assert box.failed
     assert not out.any()
-    handover.publish(x, *picks, takers, box, 0)
+    expert_cache.resolve(picks, table, RULES, CpuRequest(x, box, 0))
     handover.collect(out, box, 0, last=True, limit_ms=600_000)  # does not wait again
+
+
+def test_the_delay_of_late_answers_is_counted_without_the_cpus_own_time() -> None:
+    box = Mailbox.allocate(HIDDEN, 1, "cpu")
+    table = expert_cache.static_table(NO_EXPERT_HOT, torch.zeros(USED + 1).int())
+    x, picks, out = torch.randn(1, HIDDEN), random_picks(1, EXPERTS, USED), torch.zeros(1, HIDDEN)
+    picks.ids[:] = torch.arange(USED)
+    answer = handover.WORDS["ANSWER"]
+
+    def give_answer() -> None:
+        box.words[answer + 1] = 40_000_000  # ns
+        box.words[answer] = 2
+
+    expert_cache.resolve(picks, table, RULES, CpuRequest(x, box, 0))
+    box.words[answer] = 1  # this answer is there in time
+    handover.collect(out, box, 0, last=True)
+    first = dict(zip(COUNTS, box.counts[0].tolist(), strict=True))
+    assert (first["lates"], first["late_ns"]) == (0, 0)
+    picks.ids[:] = torch.arange(USED)
+    expert_cache.resolve(picks, table, RULES, CpuRequest(x, box, 0))
+    late = threading.Timer(0.1, give_answer)
+    late.start()
+    handover.collect(out, box, 0, last=True)
+    late.join()
+    second = dict(zip(COUNTS, box.counts[0].tolist(), strict=True))
+    assert second["lates"] == 1
+    whole_ns = second["hot_ns"] + second["wait_ns"] - first["hot_ns"] - first["wait_ns"]
+    assert 40_000_000 < second["late_ns"] == whole_ns - 40_000_000
 
 
 def test_a_gpu_that_gave_up_is_reported(made: list[DecodeWorker]) -> None:
@@ -198,7 +264,7 @@ def test_a_failed_worker_answers_and_is_reported(made: list[DecodeWorker]) -> No
     x = torch.randn(1, HIDDEN)
     made[0].begin_step()
     ids = torch.tensor([[5, 6, 7, 8]], dtype=torch.int32)
-    part.ask(x, ids, torch.ones(1, USED))
+    part.resolve(x, Picks(ids, torch.ones(1, USED)))
     part.add_answers(x)
     with pytest.raises(DeviceError) as caught:
         made[0].check()

@@ -41,6 +41,7 @@ def problems(draw: st.DrawFn) -> Problem:
     policy = ExchangePolicy(
         min_gain=draw(st.integers(1, 5)),
         hysteresis=draw(st.sampled_from([0.0, 0.25, 1.0])),
+        false_chance=draw(st.sampled_from([1.0, 0.5, 0.001])),
         per_layer=draw(st.integers(0, 3)),
         most_bytes=draw(st.none() | st.integers(0, 200)),
     )
@@ -73,7 +74,7 @@ def test_a_gain_must_exceed_the_hysteresis(promoted: float, gains: bool) -> None
         ExpertPlacement(((0,),), "even"),
         [[4.0, promoted]],
         [LayerExperts(2, 1)],
-        ExchangePolicy(min_gain=0.5, hysteresis=0.25),
+        ExchangePolicy(min_gain=0.5, hysteresis=0.25, false_chance=1),
     )
     assert bool(found) == gains
 
@@ -84,7 +85,7 @@ def test_a_gain_may_be_just_the_least_one(promoted: float, gains: bool) -> None:
         ExpertPlacement(((0,),), "even"),
         [[0.0, promoted]],
         [LayerExperts(2, 1)],
-        ExchangePolicy(min_gain=2.0),
+        ExchangePolicy(min_gain=2.0, false_chance=1),
     )
     assert bool(found) == gains
 
@@ -92,7 +93,7 @@ def test_a_gain_may_be_just_the_least_one(promoted: float, gains: bool) -> None:
 @given(problems())
 def test_rounds_come_to_rest_with_the_best_experts_hot(problem: Problem) -> None:
     layers, counts, placement, _ = problem
-    policy = ExchangePolicy(min_gain=1, hysteresis=0)
+    policy = ExchangePolicy(min_gain=1, hysteresis=0, false_chance=1)
     for _ in range(64):
         exchanges = plan_exchanges(placement, counts, layers, policy)
         placement = placement_after(placement, exchanges)
@@ -106,7 +107,7 @@ def test_the_largest_gains_come_first() -> None:
     layers = [LayerExperts(3, 10)] * 3
     placement = ExpertPlacement(((0,), (0,), (0,)), "even")
     counts = [[1, 5, 0], [1, 9, 0], [1, 5, 0]]
-    policy = ExchangePolicy(most_bytes=60)
+    policy = ExchangePolicy(most_bytes=60, false_chance=1)
     exchanges = plan_exchanges(placement, counts, layers, policy)
     found = [(one.layer, one.promoted, one.gain) for one in exchanges]
     assert found == [(1, 1, 8), (0, 1, 4)]
@@ -115,15 +116,17 @@ def test_the_largest_gains_come_first() -> None:
 def test_what_is_too_large_leaves_room_to_a_smaller_exchange() -> None:
     layers = [LayerExperts(2, 20), LayerExperts(2, 10)]
     placement = ExpertPlacement(((0,), (0,)), "even")
-    exchanges = plan_exchanges(placement, [[1, 9], [1, 5]], layers, ExchangePolicy(most_bytes=59))
+    policy = ExchangePolicy(most_bytes=59, false_chance=1)
+    exchanges = plan_exchanges(placement, [[1, 9], [1, 5]], layers, policy)
     assert [(exchange.layer, exchange.copied_bytes) for exchange in exchanges] == [(1, 30)]
 
 
 def test_experts_chosen_equally_often_do_not_change_places() -> None:
     layers = [LayerExperts(2, 10)]
     placement = place_experts(layers, [[101, 100]], 10, 1)
-    assert plan_exchanges(placement, [[100, 102]], layers, ExchangePolicy()) == []
-    assert len(plan_exchanges(placement, [[100, 126]], layers, ExchangePolicy())) == 1
+    policy = ExchangePolicy(false_chance=1)
+    assert plan_exchanges(placement, [[100, 102]], layers, policy) == []
+    assert len(plan_exchanges(placement, [[100, 126]], layers, policy)) == 1
 
 
 def test_recent_counts_are_worth_so_many_tokens_at_most() -> None:
@@ -160,7 +163,7 @@ def experts(gpu: StandInGpu) -> Iterator[NotedExchanges]:
 
 def plan(experts: NotedExchanges) -> list[Exchange]:
     return plan_exchanges(
-        experts.placement(), COUNTS, experts.layers(), ExchangePolicy(per_layer=2)
+        experts.placement(), COUNTS, experts.layers(), ExchangePolicy(per_layer=2, false_chance=1)
     )
 
 
@@ -280,7 +283,7 @@ def test_only_layers_with_cold_experts_change() -> None:
     experts = NotedExchanges(store, layers)
     size = blob_layout(3).nbytes
     assert experts.layers()[2] == LayerExperts(3, size, link_copies=3)  # as the store holds it
-    policy = ExchangePolicy(most_bytes=3 * size)
+    policy = ExchangePolicy(most_bytes=3 * size, false_chance=1)
     planned = plan_exchanges(experts.placement(), [[], [0, 9], [0, 0, 9]], experts.layers(), policy)
     exchanges = ExchangeRound(experts, planned)
     run(exchanges)

@@ -1,88 +1,114 @@
-"""The heat map is valid XML and has every expert once."""
+"""The heat map has every expert once, in a colour by its choices, and scales with numbers."""
 
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
 
-from headroom.experts.picture import experts_svg
+from headroom.experts.picture import DEEPEST, FAINTEST, PlannedResidency, experts_svg
 from headroom.experts.placement import ExpertPlacement
+from tests.plan.show.pictures import SVG, check_texts, number, read_picture, written
 
-SPACE = "{http://www.w3.org/2000/svg}"
 COUNTS = ((), (0.0, 4.0, 100.0), (0.0, 0.0, 0.0))
 PLACEMENT = ExpertPlacement(((), (2,), (0, 1)), 'a <file> & "more"')
+USE = PlannedResidency("m", "24GiB", COUNTS, PLACEMENT)
+
+
+def boxes(root: ElementTree.Element) -> list[ElementTree.Element]:
+    """Return the boxes of experts, in the order of layers and ids."""
+    return [box for box in root.iter(f"{SVG}rect") if box.get("data-expert")]
+
+
+def texts(use: PlannedResidency) -> list[str]:
+    root = read_picture(experts_svg(use))
+    check_texts(root)
+    return [text.words for text in written(root)]
 
 
 def test_every_expert_is_a_box_that_says_where_it_is() -> None:
-    root = ElementTree.fromstring(experts_svg("m", COUNTS, PLACEMENT))
-    boxes = list(root.iter(f"{SPACE}rect"))
-    assert [box.get("class") for box in boxes] == ["cold", "cold", "hot", "hot", "hot", "cold"]
-    titles = [box.find(f"{SPACE}title") for box in boxes]
-    assert titles[2] is not None
-    assert titles[2].text == "layer 1, expert 2: 100 choices, 96.15 %, hot"
-
-
-def number(element: ElementTree.Element, key: str) -> float:
-    return float(str(element.get(key)))
-
-
-def test_rows_of_layers_follow_each_other_and_every_box_has_its_place_and_colour() -> None:
-    root = ElementTree.fromstring(experts_svg("m", COUNTS, PLACEMENT))
-    height = 20 + 3 * 12 + 2 * 12 + 12 + 20  # title, legend, two layers, free space around
-    assert (root.get("width"), root.get("height")) == ("1200", str(height))
-    assert root.get("viewBox") == f"0 0 1200 {height}"
-    title, legend, *labels = root.iter(f"{SPACE}text")
-    assert (title.text, title.get("x"), title.get("y")) == ("m", "20", "20")
-    assert title.get("font-weight") == "bold"
-    assert (legend.get("x"), legend.get("y"), legend.get("font-weight")) == ("20", "34", None)
-    words = str(legend.text)
-    assert words.startswith("red: hot, 3 of 6 experts (")
-    assert "; blue: cold, 3; " in words
-    assert [(text.text, text.get("x"), text.get("y")) for text in labels] == [
-        ("layer 1", "20", "65"),
-        ("layer 2", "20", "77"),
-    ]
-    boxes = list(root.iter(f"{SPACE}rect"))
-    cell = (1200 - 2 * 20 - 60) / 3
-    for index, box in enumerate(boxes):
-        row, expert = divmod(index, 3)
-        assert number(box, "x") == pytest.approx(80 + expert * cell, abs=0.006)
-        assert number(box, "width") == pytest.approx(cell, abs=0.006)
-        assert (number(box, "y"), number(box, "height")) == (56 + 12 * row, 11)
-        # From grey to red or blue by the square root of the share of the most chosen expert.
-        depth = 0.12 + 0.88 * (COUNTS[row + 1][expert] / 100) ** 0.5
-        deepest = (200, 60, 20) if box.get("class") == "hot" else (40, 90, 180)
-        mixed = [round(245 * (1 - depth) + part * depth) for part in deepest]
-        assert [int(str(box.get("fill"))[at : at + 2], 16) for at in (1, 3, 5)] == mixed
-    titles = [str(box.findtext(f"{SPACE}title")) for box in boxes]
+    found = boxes(read_picture(experts_svg(USE)))
+    words = [box.get("data-expert") for box in found]
+    assert words == ["cold", "cold", "hot", "hot", "hot", "cold"]
+    titles = [str(box.findtext(f"{SVG}title")) for box in found]
     assert titles[1] == "layer 1, expert 1: 4 choices, 3.85 %, cold"
+    assert titles[2] == "layer 1, expert 2: 100 choices, 96.15 %, hot"
     assert titles[5] == "layer 2, expert 2: 0 choices, 0.00 %, cold"
 
 
-def test_a_model_without_experts_has_an_empty_picture() -> None:
-    root = ElementTree.fromstring(experts_svg("m", ((), ()), ExpertPlacement(((), ()), "even")))
-    assert list(root.iter(f"{SPACE}rect")) == []
-    assert root.get("height") == str(2 * 20 + 4 * 12)
+def test_rows_follow_each_other_and_colours_deepen_with_the_square_root_of_the_share() -> None:
+    found = boxes(read_picture(experts_svg(USE)))
+    cell = number(found[0], "width")
+    for index, box in enumerate(found):
+        row, expert = divmod(index, 3)
+        assert number(box, "x") == pytest.approx(number(found[0], "x") + expert * cell, abs=0.02)
+        assert number(box, "y") == number(found[0], "y") + 14 * row
+        assert box.get("fill") == ("#c8441c" if box.get("data-expert") == "hot" else "#2f66b8")
+        share = COUNTS[row + 1][expert] / 104
+        depth = FAINTEST + (1 - FAINTEST) * (share * 3 / DEEPEST) ** 0.5
+        assert float(box.get("fill-opacity", "1")) == pytest.approx(depth, abs=0.001)
 
 
-def test_the_more_an_expert_is_chosen_the_deeper_its_colour() -> None:
-    root = ElementTree.fromstring(experts_svg("m", COUNTS, PLACEMENT))
-    never, seldom = (str(box.get("fill")) for box in list(root.iter(f"{SPACE}rect"))[:2])
-    assert int(never[1:3], 16) > int(seldom[1:3], 16)
-
-
-def test_names_are_escaped() -> None:
-    title = "a <b> & 'c' \"d\""
-    root = ElementTree.fromstring(experts_svg(title, COUNTS, PLACEMENT))
-    found = root.find(f"{SPACE}title")
-    assert found is not None
-    assert found.text == title
-    assert any('a <file> & "more"' in (text.text or "") for text in root.iter(f"{SPACE}text"))
-
-
-def test_boxes_stay_inside_the_picture() -> None:
-    wide = ((1.0,) * 512,)
-    root = ElementTree.fromstring(experts_svg("m", wide, ExpertPlacement(((0,),), "even")))
-    last = list(root.iter(f"{SPACE}rect"))[-1]
-    assert float(str(last.get("x"))) + float(str(last.get("width"))) <= float(
-        str(root.get("width"))
+def test_scales_have_numbers_and_each_layer_its_hot_experts_and_hit_rate() -> None:
+    use = PlannedResidency(
+        "m", "24GiB", ((1.0, 3.0), (2.0, 2.0)), ExpertPlacement(((1,), (0,)), "even")
     )
+    shown = texts(use)
+    assert shown.count("8 and more") == 2
+    assert {"hot, 2", "cold, 2", "hot experts", "hit rate", "layer"} <= set(shown)
+    assert shown[shown.index("hit rate") + 1] == "62.5 %"  # (3 + 2) of 8
+    assert shown[shown.index("choices counted") + 1] == "8"
+    assert shown[shown.index("most chosen expert") + 1] == "1.5 x"
+    assert shown[-6:] == ["0", "1", "75.0 %", "1", "1", "50.0 %"]
+
+
+def test_without_statistics_places_are_drawn_and_no_rates() -> None:
+    use = PlannedResidency("m", "24GiB", ((0.0, 0.0),), ExpertPlacement(((1,),), "even"))
+    shown = texts(use)
+    assert shown[shown.index("choices counted") + 1] == "none"
+    assert "hit rate" not in shown
+    assert "8 and more" not in shown
+    faint = {box.get("fill-opacity") for box in boxes(read_picture(experts_svg(use)))}
+    assert len(faint) == 1
+
+
+def test_a_model_without_experts_has_no_boxes() -> None:
+    use = PlannedResidency("m", "24GiB", ((), ()), ExpertPlacement(((), ()), "even"))
+    assert boxes(read_picture(experts_svg(use))) == []
+    texts(use)
+
+
+def test_names_are_shown_as_they_are() -> None:
+    use = PlannedResidency("a <b> & 'c' \"d\"", "24GiB", COUNTS, PLACEMENT)
+    shown = texts(use)
+    assert use.model in shown
+    assert PLACEMENT.source in shown
+
+
+@st.composite
+def uses(draw: st.DrawFn) -> PlannedResidency:
+    """Draw counts of some layers, of which some experts are hot."""
+    experts = draw(st.sampled_from([2, 8, 128, 512]))
+    layers = draw(st.integers(1, 4))
+    counts = tuple(
+        tuple(draw(st.lists(st.floats(0, 1e6), min_size=experts, max_size=experts)))
+        for _ in range(layers)
+    )
+    hot = tuple(tuple(range(draw(st.integers(0, experts)))) for _ in counts)
+    return PlannedResidency(
+        "model-" * 9, "rtx3060-12gb", counts, ExpertPlacement(hot, "statistics")
+    )
+
+
+@example_settings(max_examples=15)
+@given(uses())
+def test_boxes_and_texts_stay_inside_the_picture(use: PlannedResidency) -> None:
+    root = read_picture(experts_svg(use))
+    check_texts(root)
+    found = boxes(root)
+    assert len(found) == use.total
+    assert sum(box.get("data-expert") == "hot" for box in found) == use.placement.total
+    for box in found:
+        assert number(box, "x") + number(box, "width") <= number(root, "width") - 32
+        assert 0 < float(box.get("fill-opacity", "1")) <= 1

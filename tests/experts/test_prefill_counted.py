@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from headroom.experts import prefill
+from headroom.experts.prefill import CpuLayer, PrefillCpu
+from headroom.experts.prompt_speeds import PROBE_EVERY_S, PromptSpeeds
 from headroom.kernels.cuda import matmul
 from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.experts_prefill import many_rows
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import Picks
-from headroom.plan.cost_model import ColdLayer, ColdSpeeds
+from headroom.plan.cost_model import ColdLayer, ColdSpeeds, ExpertSize, prefill_cpu_seconds
 from tests.experts.cold_layers import prefill_store
 from tests.experts.test_prefill import (
     COLD,
@@ -182,3 +184,63 @@ def test_the_cpu_is_asked_after_the_main_thread_has_ended_too(  # type: ignore[n
         _, (streamed,) = open_stream(gpu, [layer], 2, SLOW_CPU)
         found.append(streamed.many_rows(x, chosen))
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_what_the_cpu_takes_follows_the_time_that_it_took(  # type: ignore[no-untyped-def]
+    monkeypatch, gpu, layer_of
+) -> None:
+    now_s, slower, asked = 0.0, 1.0, []
+    ask = PrefillCpu._compute
+
+    def timed(cpu: PrefillCpu, x: torch.Tensor, picks: Picks, experts: CpuLayer) -> Any:
+        answers, _ = ask(cpu, x, picks, experts)
+        kept = picks.ids[picks.ids >= 0]
+        asked.append(len(kept.unique()))
+        counts = kept.unique(return_counts=True)[1].tolist()
+        return answers, slower * prefill_cpu_seconds(counts, size, fast)
+
+    monkeypatch.setattr(PrefillCpu, "_compute", timed)
+    layer = prefill_store(*layer_of, COLD[100])
+    # CPU and copies are equally fast; both take far longer than all else.
+    size = ExpertSize(layer.expert_bytes, 6 * layer.tiles.width * HIDDEN)
+    fast = ColdSpeeds(gpu=4e12, link=1e4, cpu=1e4, handover_s=0.0, copy=1e4, cpu_flops=1e12)
+    stream, (streamed,) = open_stream(gpu, [layer], 2, fast)
+    stream.speeds = PromptSpeeds(fast, follows=True, clock=lambda: now_s)
+    for _ in range(3):
+        streamed.many_rows(*picks(34))
+    assert set(asked) == {4}
+    slower = 50.0
+    for _ in range(9):
+        streamed.many_rows(*picks(34))
+    assert len(asked) == 4  # one slow answer is enough
+    assert stream.speeds.now.cpu < 0.2 * fast.cpu
+    # Now it gets nothing, but one layer in a while leaves it one expert.
+    now_s, slower = PROBE_EVERY_S, 1.0
+    streamed.many_rows(*picks(34))
+    assert asked[4:] == [1]
+    for _ in range(60):
+        now_s += PROBE_EVERY_S
+        streamed.many_rows(*picks(34))
+    assert asked[-1] == 4
+
+
+def test_which_steps_wait_is_asked_anew_when_speeds_have_changed(  # type: ignore[no-untyped-def]
+    monkeypatch, gpu, layer_of
+) -> None:
+    found: list[ColdSpeeds] = []
+    monkeypatch.setattr(
+        prefill, "most_counted_rows", lambda layer, speeds: found.append(speeds) or 40
+    )
+    stream, (streamed,) = open_stream(gpu, [prefill_store(*layer_of, COLD[70])], 2, SLOW_CPU)
+    now = stream.speeds = PromptSpeeds(SLOW_CPU, follows=True)
+    assert (streamed.counted_rows, len(found)) == (40, 1)
+    now.copied(1 << 30, 1.05 * (1 << 30) / SLOW_CPU.copy)
+    assert (streamed.counted_rows, len(found)) == (40, 1)
+    now.copied(1 << 30, 9.0 * (1 << 30) / SLOW_CPU.copy)
+    assert (streamed.counted_rows, len(found)) == (40, 2)
+    assert found[1] == now.now
+    for _ in range(9):
+        now.cpu_took(1.0, 9.0)
+    assert (streamed.counted_rows, len(found)) == (40, 3)
+    assert (streamed.counted_rows, len(found)) == (40, 3)

@@ -99,12 +99,13 @@ def test_a_dense_model_has_no_file(model: StatsModel, home: Path) -> None:
     ("wrong", "why"),
     [
         ("{", "{path} is not a routing statistics file: "),
+        ("", "{path} is not a routing statistics file: "),
         ({"model": "other"}, "{path} is of another model (other, not abc)."),
         ({"counts": [[1.0]]}, "The routing statistics are for 1 layer with 1 experts, the model"),
     ],
-    ids=["broken", "another model", "other layers"],
+    ids=["broken", "empty", "another model", "other layers"],
 )
-def test_a_file_that_was_only_found_is_left_alone_if_it_is_bad(
+def test_a_bad_file_that_was_only_found_is_moved_aside_and_statistics_start_anew(
     model: StatsModel,
     home: Path,
     place: int,
@@ -112,21 +113,43 @@ def test_a_file_that_was_only_found_is_left_alone_if_it_is_bad(
     why: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    paths = default_paths(model, home)
-    save_history(paths[1 - place], HISTORY, "abc")
-    path = paths[place]
+    path = default_paths(model, home)[place]
     save_history(path, HISTORY, "abc")
     content = wrong if isinstance(wrong, str) else json.dumps(json.loads(path.read_text()) | wrong)
     path.write_text(content)
+    aside = path.with_name(path.name + ".broken")
     found = open_stats(None, model, home, 0.0)
-    assert (found.path, found.counts) == (None, None)
+    assert found.counts is None
     assert caplog.messages[0].startswith(
-        f"routing: statistics are neither used nor saved, now and at every start until {path} is "
-        "deleted or --routing-stats names another file; the run goes on with even placement, "
-        f"unless --placement names another: {why.format(path=path)}"
+        f"routing: {path} is not used, and is moved to {aside} when new statistics are saved: "
+        f"{why.format(path=path)}"
     )
     assert len(caplog.messages) == 1
-    assert path.read_text() == content
+    assert path.read_text() == content  # reading moves nothing
+    keeper = HistoryKeeper(found, "abc")
+    keeper.take([[1] * layer.experts for layer in LAYERS], 0.0)
+    keeper.save()
+    assert aside.read_text() == content
+    caplog.clear()
+    again = open_stats(None, model, home, 0.0)
+    assert again.counts is not None
+    assert not again.broken
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_bad_file_does_not_hide_a_good_one(model: StatsModel, home: Path) -> None:
+    beside, at_home = default_paths(model, home)
+    beside.write_text("")
+    save_history(at_home, HISTORY, "abc")
+    found = open_stats(None, model, home, 1000.0)
+    assert found.counts == HISTORY.counts
+    assert (found.path, found.broken) == (beside, (beside,))
+
+
+def test_a_named_file_may_be_empty(model: StatsModel, home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.touch()
+    assert open_stats(str(path), model, home, 0.0).counts is None
 
 
 def test_a_named_file_that_is_bad_is_refused(model: StatsModel, home: Path, tmp_path: Path) -> None:

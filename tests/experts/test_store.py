@@ -287,7 +287,7 @@ def test_the_log_shows_in_how_many_layers_who_computes_cold_experts_where_they_d
     paths = iter(
         [DecodeChoice("gpu", (0, 1)), DecodeChoice("cpu", (0, 1)), DecodeChoice("gpu", (0, 1))]
     )
-    monkeypatch.setattr(stores, "choose_decode", lambda *facts: next(paths))
+    monkeypatch.setattr(stores, "choose_decode", lambda *facts, **rates: next(paths))
     with caplog.at_level(logging.INFO):
         small_store([blob_layout(3)] * 3, [(0,), (1,), (2,)], cold="auto", pin=True)
     assert caplog.messages[0].endswith(

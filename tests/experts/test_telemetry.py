@@ -3,8 +3,20 @@
 import torch
 
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.telemetry import ColdCosts, ColdFigures, ColdMeter, DecodeCounts, HitCounter
+from headroom.experts.telemetry import (
+    HIT_CAUSES,
+    CacheTotals,
+    ColdCosts,
+    ColdFigures,
+    ColdMeter,
+    ColdPaces,
+    DecodeCounts,
+    HitCounter,
+    cache_totals,
+)
+from headroom.kernels.cuda.expert_cache import COUNTERS
 
+FIELDS = (*COUNTERS, "pinned_hits", "prefetched_hits")
 NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
 
 
@@ -58,6 +70,8 @@ def test_the_figures_of_a_time_are_what_was_added_in_it() -> None:
         "cold_bytes_per_token": {"gpu": 250, "cpu": 0},
         "ms": {"hot": 0.0, "cold": 0.0, "wait": 500.0},
         "swaps": 1,
+        "hits_by": {"pinned": 1, "cached": 0, "prefetched": 0},
+        "misses_by": {"filled": 0, "in_place": 0, "cpu": 0},
     }
 
 
@@ -98,3 +112,62 @@ def test_a_move_promotes_one_expert_and_demotes_another() -> None:
     found = counter.reading(ColdMeter(pick_bytes=(1, 1000)))
     assert found.hits == (1, 100)
     assert found.cold_bytes == {"gpu": 110 + 11_000}
+
+
+def counters(*rows: dict[str, int], fields: tuple[str, ...] = FIELDS) -> CacheTotals:
+    """Return the totals of layers with these counters; others are 0."""
+    counts = torch.tensor([[row.get(name, 0) for name in fields] for row in rows])
+    return cache_totals(counts, fields)
+
+
+def test_the_counters_of_a_cache_say_why_experts_were_hits() -> None:
+    row = {"steps": 4, "picks": 30, "hits": 20, "linked": 7, "filled": 5, "bypassed": 2}
+    found = counters({}, row | {"pinned_hits": 11, "prefetched_hits": 3})
+    assert (found.used, found.hits) == ((False, True), (0, 20))
+    assert (found.linked, found.filled) == ((0, 7), (0, 5))
+    assert found.causes[1] == {"pinned": 11, "cached": 6, "prefetched": 3}
+    # Counters that know no other cause are those of a cache alone.
+    plain = counters(row, fields=COUNTERS)
+    assert plain.causes == ({"pinned": 0, "cached": 20, "prefetched": 0},)
+
+
+def test_hits_and_misses_of_layers_with_and_without_a_cache_add_up() -> None:
+    # The first layer has a cache and never asks the CPU; of the second the GPU reads all; the third
+    # asks the CPU, and its reads are counted by the worker.
+    cache = counters(
+        {"steps": 6, "picks": 9, "hits": 7, "linked": 2, "filled": 1, "pinned_hits": 2}, {}, {}
+    )
+    work = DecodeCounts(
+        cpu_bytes=500, gpu_bytes=300, hot_s=0.0, cold_s=0.0, wait_s=0.0, linked=3, by_cpu=5
+    )
+    meter = ColdMeter(
+        lambda: work, pick_bytes=(0, 10, 0), cache=lambda: cache, cache_bytes=(7, 0, 0)
+    )
+    counter = HitCounter((1, 1, 1), 3)
+    counter.set_placement(placed((0,), (0,), (0,)))
+    decode = torch.tensor([[4, 4, 1], [5, 2, 2], [9, 0, 0]])
+    counter.count(decode + torch.tensor([[3, 0, 1]]), decode)
+    found = counter.reading(meter)
+    assert found.picks == (13, 13, 13)
+    # 3 hits of prompts in each, and of decode steps those of the cache, or of the placement.
+    assert found.hits == (3 + 7, 3 + 5, 3 + 9)
+    assert found.causes == {"pinned": 2 + 8 + 12, "cached": 3 + 5, "prefetched": 0}
+    assert sum(found.causes.values()) == sum(found.hits)
+    assert list(found.causes) == list(HIT_CAUSES)
+    assert found.misses == {"filled": 1, "in_place": 2 - 1 + 4 + 3, "cpu": 5}
+    assert found.cold_bytes == {"gpu": 300 + 4 * 10 + 2 * 7, "cpu": 500}
+
+
+def test_how_cold_experts_are_shared_is_told_as_it_is_now() -> None:
+    paces = [ColdPaces(0.6, 1.0, 1.0, 1.0), ColdPaces(0.25, 0.5, 1 / 3, 0.9)]
+    meter = ColdMeter(paces=lambda: paces.pop(0))
+    counter = HitCounter((1,), 3)
+    earlier = counter.reading(meter)
+    told = counter.reading(meter).since(earlier).summary()
+    assert {name: told[name] for name in ("cpu_share", "cpu_pace", "link_pace")} == {
+        "cpu_share": 0.25,
+        "cpu_pace": 0.5,
+        "link_pace": 0.9,
+    }
+    assert told["cpu_pace_in_prompts"] == 0.3333
+    assert "cpu_share" not in counter.reading().summary()

@@ -95,7 +95,7 @@ def test_both_formats_give_the_same_layers(name: str, tmp_path: Path) -> None:
         ({"rope": {"rope_type": "longrope"}}, "rotary scaling 'longrope' is not supported"),
         ({"rope": {"mscale": 0.7}}, "rotary setting 'mscale' is not supported"),
         ({"rope": {"truncate": False}}, "rotary setting 'truncate' is not supported"),
-        ({"rope": {"factor": 0.0}}, r"factor 0\.0 and original context 256\.0 make no rotation"),
+        ({"rope": {"factor": 0.0}}, r"factor 0\.0, original context 256\.0 .* make no rotation"),
     ],
 )
 def test_settings_that_no_kernel_implements_are_refused_by_name(

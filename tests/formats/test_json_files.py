@@ -15,6 +15,7 @@ PLACEMENT = json.dumps({"version": 1, "model": "a", "hot": []})
 PICTURE = '<svg xmlns="http://www.w3.org/2000/svg"></svg>\n'
 OWN: dict[FileKind, str] = {
     "routing statistics": STATISTICS, "placement": PLACEMENT, "picture": PICTURE,
+    "routing trace": "headroom routing trace\n{}\n",
 }  # fmt: skip
 OTHERS = (
     "GGUF\x03\x00", "{", "[]", "[" * 100_000, "text", '{"model_type": "qwen3_moe"}',

@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from headroom.experts.decode import CpuPicks, DecodeWorker
+from headroom.experts.cache import RULES
+from headroom.experts.decode import DecodeResolver, DecodeWorker
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import handover
+from headroom.kernels.cuda import expert_cache, handover
+from headroom.kernels.cuda.expert_cache import CpuRequest
 from headroom.kernels.cuda.experts import ExpertTiles, few_rows
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.cuda.measure import handover_seconds
@@ -122,11 +124,11 @@ def check_limit() -> bool:
     """A CPU that never answers is given up."""
     box = handover.Mailbox.allocate(512, 1, DEVICE)
     nothing = torch.zeros(USED + 1, dtype=torch.int32, device=DEVICE)
-    takers = handover.Takers(torch.zeros(20, dtype=torch.int32, device=DEVICE), nothing)
-    ids, weights = (t.to(DEVICE) for t in pick(1, 20))
+    table = expert_cache.static_table(torch.zeros(20, dtype=torch.int32, device=DEVICE), nothing)
+    picks = Picks(*(t.to(DEVICE) for t in pick(1, 20)))
     x = torch.ones(1, 512, device=DEVICE)
     start = time.perf_counter()
-    handover.publish(x, ids, weights, takers, box, 0)
+    expert_cache.resolve(picks, table, RULES, CpuRequest(x, box, 0))
     handover.collect(x, box, 0, last=True, limit_ms=200)
     torch.cuda.synchronize()
     spent = time.perf_counter() - start
@@ -138,8 +140,11 @@ def check_limit() -> bool:
 def bench_layers(stores: list[DecodeStore], choice: DecodeChoice | None, hit: float) -> None:
     """Microseconds of a layer's experts, one row; None: the GPU reads all that is cold."""
     compute = DecodeWorker(DEVICE)
-    parts: list[CpuPicks | None] = [
-        None if choice is None else compute.add(store, USED, "silu", choice) for store in stores
+    parts: list[DecodeResolver | None] = [
+        None
+        if choice is None
+        else DecodeResolver(store.lookup, compute.add(store, USED, "silu", choice))
+        for store in stores
     ]
     if choice is not None:
         compute.start()
@@ -160,7 +165,7 @@ def bench_layers(stores: list[DecodeStore], choice: DecodeChoice | None, hit: fl
             for at, (store, part) in enumerate(zip(stores, parts, strict=True)):
                 ids.copy_(turn[at])
                 if part is not None:
-                    part.ask(x, ids, weights)
+                    part.resolve(x, Picks(ids, weights))
                 few_rows(half_rows(x), ids, weights, store.tiles, "silu", out=out)
                 if part is not None:
                     part.add_answers(out)

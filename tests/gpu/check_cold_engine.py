@@ -124,6 +124,15 @@ def bf16_cases(name: str, path: Once[Path]) -> Iterator[Case]:
         yield f"{name} bf16 gpu {share} and hot ones packed", partial(near_shipped, share)
         shared = partial(against, cases.near_when_shared, limit, share)
         yield f"{name} bf16 shared {share}", shared
+        if share == "0%":
+            continue  # without slots nothing changes hands
+        for policy in ("lru", "spare", "counts", "auto"):
+            kept = partial(against, cases.same_bits_of_caches, share, policy)
+            yield f"{name} bf16 gpu {share}, slots by {policy}", kept
+        yield (
+            f"{name} bf16 auto {share}, slots by auto",
+            partial(against, cases.near_with_caches, limit, share),
+        )
     yield f"{name} bf16 gpu 30% tokens", same_tokens
     within = partial(same_tokens, swap_every="4")
     yield f"{name} bf16 gpu 30% tokens, exchanges within requests", within

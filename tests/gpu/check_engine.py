@@ -246,10 +246,12 @@ def long_prompt(llm: LLM) -> str:
 
 def memory_is_planned(llm: LLM) -> str:
     """Held memory is told; how it compares with the plan is printed."""
-    memory = llm.engine.stats().memory
+    found = llm.engine.stats().memory
     peak = torch.cuda.max_memory_allocated()
-    print(f"  held {memory.used_bytes:,}, planned {memory.planned_bytes:,}, peak {peak:,}")
-    return "" if memory.device == "cuda:0" and memory.used_bytes > 0 else str(memory)
+    gpus = [memory for memory in found if memory.device == "cuda:0"]
+    for memory in gpus:
+        print(f"  held {memory.used_bytes:,}, planned {memory.planned_bytes:,}, peak {peak:,}")
+    return "" if len(gpus) == 1 and gpus[0].used_bytes > 0 else str(found)
 
 
 def main(folder: Path, names: Sequence[str]) -> None:

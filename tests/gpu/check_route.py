@@ -68,7 +68,7 @@ def check_scores(outputs: int, hidden: int) -> bool:
 
 def _zeros(buffer: Buffer, device: torch.device) -> torch.Tensor:
     """Return scratch that holds zeros instead of what was there before."""
-    return torch.zeros(buffer.shape, dtype=scratch.DTYPES[buffer.dtype], device=device)
+    return torch.zeros(buffer.shape, dtype=scratch.TORCH_DTYPES[buffer.dtype], device=device)
 
 
 def check_scored_rows(outputs: int, hidden: int) -> bool:

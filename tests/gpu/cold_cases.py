@@ -15,11 +15,13 @@ from unittest.mock import patch
 import torch
 
 from headroom.engine.request import SamplingParams
+from headroom.experts import cache
 from headroom.experts import store as stores
 from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda import experts_scratch
 from headroom.llm import LLM
 from headroom.plan import cost_model
+from headroom.plan import plan as plans
 from headroom.plan.cost_model import DecodeChoice
 from tests.running import run_steps
 from tests.synth_models import write_model
@@ -41,7 +43,7 @@ LIMITS: Mapping[str, float] = MappingProxyType(
 PLAIN = ("bf16", "f16")  # what a name may end with; the matrices of others are packed
 SHARES = ("0%", "30%", "60%")
 PATHS = ("auto", "cpu", "gpu")
-EXCHANGES = {"swap_min_gain": 0.5, "swap_per_layer": 4}  # soon, and many
+EXCHANGES = {"swap_min_gain": 0.5, "swap_false_chance": 1.0, "swap_per_layer": 4}  # soon, and many
 EXCHANGE_S = 5.0  # that the first exchange is waited for
 # In several chunks and in one, longer than the windows.
 PROMPTS = [
@@ -49,7 +51,9 @@ PROMPTS = [
     for rows in (60, 7)
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-SETTINGS = {"context": 256, "parallel": 3, "chunk": 40, "routing_stats": "off"}
+SETTINGS = {
+    "context": 256, "parallel": 3, "chunk": 40, "routing_stats": "off", "expert_policy": "static",
+}  # fmt: skip
 EXACT = {"dtype": "f32", "kv_type": "f32"}
 SHORT = {"dtype": "bf16", "kv_type": "bf16"}
 # Whole, in chunks, in few rows at a time, and token by token, all together.
@@ -152,7 +156,7 @@ def exchanges_after_pause(llm: LLM) -> int:
 
 def logits(path: Path, **settings: object) -> list[torch.Tensor]:
     """Logits of all rows in bf16."""
-    given = {"device": GPU, "chunk": 256} | SHORT | settings
+    given = {"device": GPU, "chunk": 256, "expert_policy": "static"} | SHORT | settings
     found = run_steps(open_checkpoint(path), [TEXT] * len(PIECES), PIECES, HEAD_ROWS, **given)
     free_memory()
     return found
@@ -185,10 +189,33 @@ def same_bits(path: Path, wanted: list[torch.Tensor], share: str) -> str:
 
 
 @contextlib.contextmanager
+def tight_caches() -> Iterator[None]:
+    """Let slots change hands where they hold the experts of one token only, so that they thrash."""
+    with patch.object(cache, "LEAST_TOKENS", 1), patch.object(plans, "LEAST_TOKENS", 1):
+        yield
+
+
+def same_bits_of_caches(path: Path, wanted: list[torch.Tensor], share: str, policy: str) -> str:
+    """Slots that change hands within steps change no bit."""
+    with tight_caches():
+        found = logits(path, expert_budget=share, cold="gpu", expert_policy=policy)
+    equal = all(torch.equal(*both) for both in zip(found, wanted, strict=True))
+    return "" if equal else f"{apart(found, wanted):.1e} apart"
+
+
+def near_with_caches(path: Path, wanted: list[torch.Tensor], limit: float, share: str) -> str:
+    """Check `near` with slots that change hands, in layers that ask the CPU, too."""
+    with tight_caches():
+        return near(path, wanted, limit, expert_budget=share, cold="auto", expert_policy="auto")
+
+
+@contextlib.contextmanager
 def shared_layers() -> Iterator[None]:
     """Let CPU and GPU share the cold picks of a row, and a CPU take few rows of prompts."""
 
-    def half(speeds: object, size: int, used: int, hits: float, cold: str) -> DecodeChoice:
+    def half(
+        speeds: object, size: int, used: int, hits: float, cold: str, even_rate: float = 0.0
+    ) -> DecodeChoice:
         return DecodeChoice("cpu", tuple(cold // 2 for cold in range(used + 1)))
 
     with (

@@ -30,6 +30,7 @@ AS_TESTS = frozenset(
         "sampler",
     )
 )  # fmt: skip
+BY_HAND = {"check_all", "check_start"}  # not part of a run of everything
 # These read the memory of the whole GPU, so nothing else may run.
 ALONE = {"check_memory"}
 COLD_FAMILIES = (
@@ -115,7 +116,7 @@ def jobs(only: str, bench: bool) -> tuple[list[Job], list[Job]]:
     for name in sorted(path.stem for path in FOLDER.glob("check_*.py")):
         if name in ALONE:
             alone.append(_script(name))
-        elif name not in {"check_all", "check_cold_engine", *AS_TESTS}:
+        elif name not in {"check_cold_engine", *BY_HAND, *AS_TESTS}:
             beside += [_script(name, *words) for words in DIVIDED.get(name, ((),))]
         if bench and "--bench" in (FOLDER / f"{name}.py").read_text():
             alone.append(_script(name, "--bench"))

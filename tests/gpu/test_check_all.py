@@ -16,6 +16,7 @@ from tests.gpu.check_engine import FAMILIES
 from tests.gpu.cold_cases import LIMITS, PATHS, SHARES
 from tests.gpu.jobs import (
     AS_TESTS,
+    BY_HAND,
     COLD_ALONE,
     COLD_FAMILIES,
     COLD_GROUPS,
@@ -40,7 +41,7 @@ def test_every_script_and_every_test_file_is_run() -> None:
     beside, alone = jobs("", bench=True)
     words = " ".join(word for job in (*beside, *alone) for word in job.arguments)
     for path in (*FOLDER.glob("check_*.py"), *FOLDER.glob("test_gpu_*.py")):
-        assert path.stem in {"check_all", "check_older"} or path.stem in words
+        assert path.stem in {"check_older", *BY_HAND} or path.stem in words
     assert "check_matmul --bench" in {job.name for job in alone}
     assert [job.name for job in jobs("check_route", bench=True)[1]] == ["check_route --bench"]
 

@@ -10,6 +10,7 @@ from headroom.machine import targets
 from headroom.machine.calibration import (
     Speeds,
     load_speeds,
+    read_speeds,
     save_speeds,
     speeds_path,
     with_speeds,
@@ -20,7 +21,7 @@ from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.plan import make_plan
 from headroom.units import GIB
-from tests.plan.shapes import cpu, gpu
+from tests.plan.shapes import cpu, gpu, smollm2
 
 
 def test_a_measured_machine_no_longer_estimates(tmp_path: Path) -> None:
@@ -73,7 +74,24 @@ def test_speeds_that_are_not_positive_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "speeds.json"
     save_speeds(path, {"cpu": Speeds(0.0, 0.0, 1e11, "2026-11-15")})
     with pytest.raises(FormatError, match=r"bandwidth of cpu is 0\.0; it must be positive"):
-        load_speeds(path)
+        read_speeds(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1}', '{"version": 2}', "[" * 10_000])
+def test_a_broken_file_is_ignored_with_a_warning_and_written_anew(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = speeds_path(tmp_path)
+    path.parent.mkdir()
+    path.write_text(text)
+    assert load_speeds(path) == {}
+    assert len(caplog.messages) == 1
+    assert str(path) in caplog.messages[0]
+    assert "Run headroom calibrate, which writes it anew." in caplog.messages[0]
+    speeds = {"cpu": Speeds(1e10, 0.0, 1e11, "2026-11-15")}
+    save_speeds(path, speeds)
+    assert load_speeds(path) == speeds
+    assert len(caplog.messages) == 1
 
 
 def test_speeds_for_cold_experts_are_saved(tmp_path: Path) -> None:
@@ -139,6 +157,53 @@ def test_speeds_of_another_version_are_not_used_and_that_is_reported(
     path.write_text('{"version": 2, "devices": [1]}')
     assert load_speeds(path) == {}
     assert caplog.messages == [
-        f"calibration: speeds are not used, since {path} has version 2 and not 1: run headroom "
-        "calibrate"
+        f"calibration: speeds are not used: {path} has version 2 and not 1. Run headroom "
+        "calibrate, which writes it anew."
     ]
+
+
+def test_measured_speeds_replace_listed_ones_and_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "speeds.json"
+    assert load_speeds(path) == {}
+    save_speeds(path, {"cpu": Speeds(1e9, 0.0, 1e12, "2026-11-15")})
+    devices = with_speeds([cpu(24), gpu(24)], load_speeds(path))
+    assert [device.measured for device in devices] == [True, False]
+    plan = make_plan([smollm2()], devices[:1], Options(context=256, parallel=1))
+    assert not plan.predicted.estimate
+    assert plan.predicted.decode_tokens_per_s == pytest.approx(1e9 / 543_959_040, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ("3", "it has no version"),
+        ("[]", "it has no version"),
+        ('{"version": "1", "devices": {}}', "it has no version"),
+        ('{"version": 1}', "it lists no devices"),
+        ('{"version": 1, "devices": 3}', "it lists no devices"),
+        ('{"version": 1, "devices": {"cpu": 3}}', "cpu has no speeds"),
+        ('{"version": 1, "devices": {"cpu": {"speed": 1}}}', "cpu has 'speed', which is not known"),
+        (
+            '{"version": 1, "devices": {"cpu": {"bandwidth": "1"}}}',
+            "bandwidth of cpu is not a number",
+        ),
+        (
+            '{"version": 1, "devices": {"cpu": {"bandwidth": NaN}}}',
+            "bandwidth of cpu is nan; it must be positive",
+        ),
+        (
+            '{"version": 1, "devices": {"cpu": {"bandwidth": 1}}}',
+            "flops of cpu is 0.0; it must be positive",
+        ),
+        ('{"version": 1, "devices": {"cpu": {"bandwidth": 1, "flops": 1}}}', "cpu has no date"),
+    ],
+)
+def test_a_broken_calibration_file_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text(text)
+    with pytest.raises(FormatError) as refused:
+        read_speeds(path)
+    assert str(refused.value) == (
+        f"{path} is not a calibration file: {told}. Run headroom calibrate, which writes it anew."
+    )

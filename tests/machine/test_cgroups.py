@@ -1,13 +1,9 @@
 """Limits of control groups, read from made-up folders."""
 
-import resource
 from pathlib import Path
 
-import pytest
-
 from headroom.machine.cgroups import GroupLimits, read_limits
-from headroom.machine.devices import detect_cpu, pinnable_bytes, usable_cores
-from headroom.units import GIB, KIB
+from headroom.units import GIB
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -59,32 +55,3 @@ def test_a_path_outside_the_mount_falls_back_to_the_mount(tmp_path: Path) -> Non
 
 def test_no_groups_mean_no_limits(tmp_path: Path) -> None:
     assert read_limits(tmp_path, tmp_path) == GroupLimits(None, None, None)
-
-
-@pytest.mark.parametrize(("share", "most"), [(0.5, 1), (1.5, 2), (None, 10**6)])
-def test_cores_follow_the_share_of_time(share: float | None, most: int) -> None:
-    assert 1 <= usable_cores(GroupLimits(None, None, share)) <= most
-
-
-def test_the_cpu_has_the_memory_that_its_group_allows(tmp_path: Path) -> None:
-    write(tmp_path, {"meminfo": f"MemTotal: {8 * GIB // KIB} kB\nMemAvailable: {GIB // KIB} kB\n"})
-    free = detect_cpu(tmp_path, GroupLimits(None, None, None))
-    assert (free.total_bytes, free.available_bytes) == (8 * GIB, GIB)
-    bound = detect_cpu(tmp_path, GroupLimits(2 * GIB, GIB // 2, None))
-    assert (bound.total_bytes, bound.available_bytes) == (2 * GIB, GIB // 2)
-
-
-def test_this_machine_is_found() -> None:
-    device = detect_cpu()
-    assert device.kind == "cpu"
-    assert 0 < device.available_bytes <= device.total_bytes
-    assert device.cores >= 1
-
-
-@pytest.mark.parametrize("group", [None, GIB])
-def test_pinned_memory_is_limited_by_the_group_and_not_by_what_a_process_may_lock(
-    group: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8 << 20, 8 << 20))
-    limits = GroupLimits(group, group, None)
-    assert pinnable_bytes(limits) == detect_cpu(limits=limits).pinnable_bytes == group

@@ -106,12 +106,22 @@ def test_what_kernels_cannot_measure_is_reported_and_loses_nothing_else(
     ]  # fmt: skip
 
 
+def test_each_measurement_is_told_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(measure, "SAMPLE_BYTES", MIB)
+    monkeypatch.setattr(measure, "fastest", lambda *work: 1.0)
+    monkeypatch.setattr(measure, "_experts", lambda *sizes: (0.0, 0.0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    measure.measure_machine(lambda *step: told.append(step))
+    assert told == [("cpu: memory", 0, 3), ("cpu: arithmetic", 1, 3), ("cpu: experts", 2, 3)]
+
+
 def test_a_measured_gpu_is_kept_with_what_its_driver_calls_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measure, "detect_gpus", lambda: [replace(gpu(24), product="Card")])
-    monkeypatch.setattr(measure, "measure_cpu", lambda cpu: Speeds(1.0, 0.0, 1.0, ""))
-    monkeypatch.setattr(measure, "measure_cuda", lambda device: Speeds(2.0, 1.0, 1.0, ""))
+    monkeypatch.setattr(measure, "measure_cpu", lambda cpu, steps: Speeds(1.0, 0.0, 1.0, ""))
+    monkeypatch.setattr(measure, "measure_cuda", lambda device, steps: Speeds(2.0, 1.0, 1.0, ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = measure.measure_machine()
     assert found["cuda:0"] == Speeds(2.0, 1.0, 1.0, "", product="Card", total_bytes=24 * GIB)

@@ -38,6 +38,7 @@ LEFT_OUT = {
     "headroom.engine.request.x_setting": "runs at import, before a mutant is chosen",
     "headroom.text.pre_tokenizers.x__words": "runs at import, before a mutant is chosen",
     "headroom.text.spelling.x__printable_bytes": "runs at import, before a mutant is chosen",
+    "headroom.text.string_schemas.x__ipv6": "runs at import, before a mutant is chosen",
     "headroom.experts.cuda_ffn.x_shared_expert_tiles": "runs on a GPU alone",
 }
 

@@ -2,10 +2,16 @@
 
 from headroom.formats.quants import Q4_1, Q8_0
 from headroom.machine.devices import DeviceSpec
+from headroom.options import Options
 from headroom.plan.known import known_shape
+from headroom.plan.plan import Plan, make_plan
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding, Padding
-from headroom.units import GIB
+from headroom.units import GIB, MIB
+
+KINDS = ("full", "window", "recurrent")
+# Sizes that no sum of the others makes up for.
+EMBED, HEAD, LOOKUP, NORM = 7_000_003 * 32, 11_000_027 * 32, 13_000_027 * 32, 4096 * 4
 
 
 def cpu(gibibytes: float, taken: float = 0.0) -> DeviceSpec:
@@ -99,3 +105,50 @@ def laguna() -> ModelShape:
 def qwen35_27b() -> ModelShape:
     """Qwen3.5-27B in BF16: 16 layers of attention, 48 recurrent ones."""
     return known_shape("qwen3.5-27b:bf16")
+
+
+def layered(experts: tuple[int, ...], tied: bool, lookup: bool) -> ModelShape:
+    """Return a model with a layer for each number of experts; every layer has its own sizes."""
+    layers = tuple(
+        LayerShape(
+            kind=KINDS[index % 3],  # type: ignore[arg-type]
+            core_bytes=(20 + index) * MIB + 1,
+            core_values=40 * MIB,
+            query_heads=8,
+            kv_heads=8,
+            key_dim=64,
+            value_dim=64,
+            window=512 if index % 3 == 1 else 0,
+            ffn_width=1024,
+            experts=count,
+            experts_used=min(2, count),
+            expert_width=512 if count else 0,
+            expert_bytes=(3 + index) * MIB + 256 if count else 0,
+            state_values=4096 if index % 3 == 2 else 0,
+            state_heads=4,
+            mixer_width=1024,
+        )
+        for index, count in enumerate(experts)
+    )
+    return ModelShape(
+        name="layered",
+        architecture="llama",
+        hidden=512,
+        vocab=8192,
+        context_limit=4096,
+        layers=layers,
+        embed_bytes=EMBED,
+        embed_values=EMBED,
+        head_bytes=0 if tied else HEAD,
+        head_values=0 if tied else HEAD,
+        lookup_bytes=LOOKUP if lookup else 0,
+        lookup_values=LOOKUP if lookup else 0,
+        norm_bytes=NORM,
+        norm_values=NORM // 4,
+        ffn_width=1024,
+    )
+
+
+def hybrid_plan(gibibytes: float = 12) -> Plan:
+    """Return the plan of a model whose experts a GPU of so much memory may not hold all."""
+    return make_plan([laguna()], [gpu(gibibytes), host(64)], Options())

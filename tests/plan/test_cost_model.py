@@ -1,6 +1,7 @@
 """The cost model: who computes cold experts, by the seconds that each way takes."""
 
 from dataclasses import replace
+from itertools import pairwise
 from math import exp, log
 
 import pytest
@@ -11,6 +12,7 @@ from headroom.machine.calibration import Speeds, with_speeds
 from headroom.machine.devices import DeviceSpec
 from headroom.plan import cost_model
 from headroom.plan.cost_model import (
+    EXCHANGE_HORIZON_TOKENS,
     HOT_KERNELS_S,
     PREFILL_HANDOVER_S,
     ColdLayer,
@@ -23,10 +25,14 @@ from headroom.plan.cost_model import (
     compute_rate,
     decode_seconds,
     decode_speeds,
+    exchange_saves_seconds,
+    exchange_speeds,
+    exchange_takes_seconds,
     expected_counts,
     expert_operations,
     layer_read_seconds,
     left_to_cpu,
+    link_shares,
     memory_rate,
     most_counted_rows,
     pays_to_count,
@@ -167,6 +173,18 @@ def test_a_layer_that_is_seldom_cold_is_not_worth_two_kernels() -> None:
     assert choose_decode(H200, EXPERT, 8, 0.6).path == "cpu"
 
 
+def test_a_layer_that_a_text_may_make_cold_can_ask_the_cpu_from_the_start() -> None:
+    seldom = choose_decode(H200, EXPERT, 8, 0.999, even_rate=0.6)
+    assert seldom == choose_decode(H200, EXPERT, 8, 0.6)
+    assert seldom.path == "cpu"
+    # A CPU that could not save time with even routing either is left out of the step.
+    slow = ColdSpeeds(gpu=4e12, link=48e9, cpu=2e9, handover_s=20e-6)
+    assert choose_decode(slow, EXPERT, 8, 0.9, even_rate=0.0).path == "gpu"
+    assert choose_decode(H200, EXPERT, 8, 0.999, even_rate=0.998).path == "gpu"
+    for cold in ("gpu", "cpu", "drop"):
+        assert choose_decode(H200, EXPERT, 8, 0.9, cold, even_rate=0.0).path == cold
+
+
 def test_a_path_that_was_asked_for_is_taken() -> None:
     for path, in_place in (("gpu", (0, 1, 2)), ("cpu", (0, 0, 0)), ("drop", (0, 0, 0))):
         assert choose_decode(H200, EXPERT, 2, 0.5, path) == DecodeChoice(path, in_place)
@@ -193,6 +211,7 @@ def test_what_was_measured_comes_before_what_is_listed() -> None:
     assert guessed.cpu == pytest.approx(70e9)
     assert guessed.gpu == pytest.approx(card.bandwidth * 0.7)
     assert guessed.cpu_flops == pytest.approx(0.2 * 0.7e12)
+    assert guessed.measured is False
     rows = {
         card.name: Speeds(
             1.0, 52e9, 3.0, "", link_read=48e9, handover_s=7e-6, total_bytes=card.total_bytes
@@ -203,6 +222,8 @@ def test_what_was_measured_comes_before_what_is_listed() -> None:
     found = cold_speeds_of(card, cpu)
     assert (found.link, found.cpu, found.handover_s) == (48e9, 110e9, 7e-6)
     assert (found.copy, found.cpu_flops, found.gpu) == (52e9, 9e11, 1.0)
+    assert found.measured is True
+    assert cold_speeds_of(card, replace(cpu, experts=0.0)).measured is False
     assert cold_speeds_of(card, replace(cpu, native=False)).cpu == 0.0
 
 
@@ -388,3 +409,41 @@ def test_expected_picks_add_up_to_about_all_and_some_experts_have_none(
     assert abs(sum(counts.values()) / experts - mean) <= log(2)
     unused = sum(count == 0 for count in counts.values())
     assert abs(unused - experts * exp(-mean)) <= 1
+
+
+def test_exchanges_must_pay_by_the_speeds_of_the_paths_that_may_be_used() -> None:
+    speeds = ColdSpeeds(gpu=1e12, link=5e10, cpu=7e10, handover_s=1e-5, copy=6e10)
+    assert exchange_speeds(None, "auto", True) is None
+    assert exchange_speeds(speeds, "drop", True) is None
+    assert exchange_speeds(speeds, "auto", True) == speeds
+    assert exchange_speeds(speeds, "gpu", True) == replace(speeds, cpu=0.0)
+    assert exchange_speeds(speeds, "auto", False) == replace(speeds, link=0.0)
+
+
+def test_an_exchange_saves_the_difference_of_cold_and_hot_picks() -> None:
+    speeds = ColdSpeeds(gpu=1e12, link=5e10, cpu=5e10, handover_s=1e-5, copy=2e10)
+    pick_s = 1e6 / 1e11 - 1e6 / 1e12
+    saved_s = exchange_saves_seconds(speeds, 1_000_000, 0.5)
+    assert saved_s == pytest.approx(EXCHANGE_HORIZON_TOKENS * 0.5 * pick_s)
+    assert exchange_takes_seconds(speeds, 3_000_000) == 3e6 / 2e10
+    assert exchange_takes_seconds(replace(speeds, copy=0.0), 3_000_000) == 3e6 / 5e10
+
+
+def test_shares_of_the_link_are_the_best_of_all() -> None:
+    for rate, delay_s in ((7e10, 1e-5), (1e10, 2e-4), (1e9, 1e-5), (2e11, 1e-6)):
+        speeds = ColdSpeeds(gpu=3e12, link=5e10, cpu=rate, handover_s=delay_s)
+        shares = link_shares(speeds, 1_800_000, used=8, most=24)
+        assert len(shares) == 25
+        for misses, share in enumerate(shares):
+            hot = max(0, 8 - misses)
+            times = [row_seconds(speeds, 1_800_000, hot, misses, n) for n in range(misses + 1)]
+            assert times[share] == min(times)
+
+
+def test_the_first_miss_crosses_the_link_where_that_fills_a_slot() -> None:
+    slow_link = ColdSpeeds(gpu=3e12, link=1e10, cpu=7e10, handover_s=1e-5)
+    assert link_shares(slow_link, 1_800_000, 8, 6)[:3] == (0, 0, 0)
+    filled = link_shares(slow_link, 1_800_000, 8, 6, fills=True)
+    assert filled[:3] == (0, 1, 1)
+    assert all(b - a in (0, 1) for a, b in pairwise(filled))
+    assert link_shares(slow_link, 1_800_000, 8, 0, fills=True) == (0,)

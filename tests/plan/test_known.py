@@ -9,8 +9,7 @@ import pytest
 from headroom.errors import OptionError
 from headroom.families.registry import KNOWN
 from headroom.families.tables import file_bytes, tensor_types
-from headroom.formats.mixes import MIXES, find_mix, gets_better, tensor_type
-from headroom.formats.quants import F16, F32, Q4_K, Q5_0, Q6_K, Q8_0
+from headroom.formats.mixes import MIXES, find_mix
 from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.options import Options
@@ -83,31 +82,6 @@ def test_narrow_types_give_smaller_files() -> None:
     ]
     assert sizes == sorted(sizes, reverse=True)
     assert round(sizes[-1] / 1e9, 2) == 21.16
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "better", "expected"),
-    [
-        ("attn_q.weight", (2048, 2048), False, Q4_K),
-        ("ffn_down.weight", (2048, 8192), True, Q6_K),
-        ("ffn_down.weight", (2816, 2112), False, Q5_0),  # 2112 is not whole blocks of 256
-        ("ffn_down.weight", (2816, 2112), True, Q8_0),
-        ("proj.weight", (64, 48), False, F16),  # 48 is not whole blocks of 32
-        ("attn_norm.weight", (2048,), False, F32),
-        ("ffn_gate_inp.weight", (256, 2048), False, F32),
-        ("token_embd.weight", (1000, 2048), False, Q4_K),
-        ("output.weight", (1000, 2048), False, Q6_K),
-    ],
-)
-def test_a_tensor_of_a_q4_k_m_file_has_its_type(
-    name: str, shape: tuple[int, ...], better: bool, expected: object
-) -> None:
-    assert tensor_type(find_mix("q4_k_m"), name, shape, False, better) is expected
-
-
-def test_half_of_the_layers_get_the_better_type() -> None:
-    chosen = [index for index in range(40) if gets_better(index, 40)]
-    assert chosen == [0, 1, 2, 3, 4, 7, 10, 13, 16, 19, 22, 25, 28, 31, 34, 35, 36, 37, 38, 39]
 
 
 def cache(name: str, context: int = 32768) -> dict[str, int]:

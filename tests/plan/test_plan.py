@@ -253,7 +253,7 @@ def test_weights_lie_in_tiles_only_where_packed_products_run() -> None:
 
 def test_experts_that_do_not_fit_lie_in_host_memory() -> None:
     model = laguna()
-    plan = make_plan([model], [gpu(12), host(64)], Options())
+    plan = make_plan([model], [gpu(12), host(64)], Options(expert_policy="static"))
     device = plan.devices[0]
     cold = next(line for line in plan.host.lines if line.name == "cold_experts")
     assert 0 < device.hot_experts < 9984
@@ -368,7 +368,7 @@ def test_memory_of_a_gpu_held_by_others_is_not_planned() -> None:
 def test_cold_experts_are_pinned_up_to_exactly_what_the_control_group_allows() -> None:
     def planned(limit: int | None) -> Plan:
         behind = replace(host(64), pinnable_bytes=limit)
-        return make_plan([laguna()], [gpu(12), behind], Options())
+        return make_plan([laguna()], [gpu(12), behind], Options(expert_policy="static"))
 
     (cold,) = (x.bytes for x in planned(None).host.lines if x.name == "cold_experts")
     for limit in (None, cold + 1, cold):
@@ -379,6 +379,54 @@ def test_cold_experts_are_pinned_up_to_exactly_what_the_control_group_allows() -
     (line,) = (x for x in over.host.lines if x.name == "cold_experts")
     assert "not pinned: the control group allows" in line.why
     assert any("are copied twice" in note for note in over.notes)
+
+
+def test_slots_change_hands_where_host_memory_holds_and_pins_every_expert() -> None:
+    def planned(limit: int | None, **changes: object) -> Plan:
+        behind = replace(host(64), pinnable_bytes=limit)
+        return make_plan([laguna()], [gpu(12), behind], Options(**changes))  # type: ignore[arg-type]
+
+    def cold_bytes(plan: Plan) -> int:
+        (size,) = (line.bytes for line in plan.host.lines if line.name == "cold_experts")
+        return size
+
+    cached = planned(None)
+    assert (cached.settings.expert_policy, cached.settings.keep_host_copy) == ("auto", True)
+    assert cold_bytes(cached) == laguna().expert_bytes
+    static = planned(None, expert_policy="static")
+    assert (static.settings.expert_policy, static.settings.keep_host_copy) == ("static", False)
+    assert cold_bytes(static) == laguna().expert_bytes - lines(static)["hot_experts"]
+    assert static.devices == cached.devices  # copies take no room of the GPU
+    assert planned(cold_bytes(cached)).settings == cached.settings
+    assert planned(cold_bytes(cached) - 1) == replace(
+        planned(cold_bytes(cached) - 1, expert_policy="static"),
+        problem=planned(cold_bytes(cached) - 1).problem,
+    )
+    assert planned(None, expert_policy="lru").settings.expert_policy == "lru"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"cold": "cpu"}, "with --cold cpu no expert crosses the link"),
+        ({"cold": "drop"}, "with --cold drop no expert crosses the link"),
+        ({"no_pin": True}, "with --no-pin the GPU cannot read host memory"),
+        ({"dtype": "f32"}, "no fused kernels of a GPU run this model's layers"),
+        ({"expert_budget": "5%"}, "no layer has slots for the experts of 4 tokens"),
+        ({"ram": "16GiB"}, "host memory cannot hold and pin all experts"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused_if_named_and_left_out_if_not(
+    changes: dict[str, object], why: str
+) -> None:
+    behind = host(12 if "ram" in changes else 64)
+    given = {name: value for name, value in changes.items() if name != "ram"}
+    plan = make_plan([laguna()], [gpu(12), behind], Options(**given))  # type: ignore[arg-type]
+    assert plan.settings.expert_policy == "static"
+    assert not plan.settings.keep_host_copy
+    with pytest.raises(OptionError) as refused:
+        make_plan([laguna()], [gpu(12), behind], Options(expert_policy="lru", **given))  # type: ignore[arg-type]
+    assert str(refused.value).startswith("--expert-policy lru cannot be had: " + why)
 
 
 def test_pinning_is_known_wherever_the_lines_of_cold_experts_are() -> None:

@@ -28,7 +28,7 @@ from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.predict import predict
 from headroom.plan.sharing import PICOSECONDS, layer_times
-from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
+from tests.plan.shapes import cpu, gpu, host, hybrid_plan, laguna, smollm2
 
 CARD = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
 CPU = replace(host(64), native=True, experts=6e10, expert_flops=7e11, measured=True)
@@ -186,3 +186,18 @@ def test_plain_kernels_of_a_cpu_unpack_packed_weights_at_every_step() -> None:
     assert more_s == pytest.approx(2 * 4 * values / memory_rate(cpu(8)), rel=1e-3)
     unpacked = speed(native=True, kernels="reference", weights="unpacked")
     assert unpacked == speed(native=False, weights="unpacked") > 1.5 * plain
+
+
+def test_decode_speed_is_bandwidth_over_bytes() -> None:
+    plan = make_plan([smollm2()], [cpu(24)], Options(context=256, parallel=1))
+    # 0.7 x 40 GB/s over all unpacked weights and half of the context.
+    read = 4 * (30 * 3_540_096 + 49152 * 576) + 128 * 46080
+    assert plan.predicted.decode_tokens_per_s == pytest.approx(0.7 * 40e9 / read, rel=1e-3)
+    assert plan.predicted.estimate
+
+
+def test_cold_experts_make_decoding_slower_and_are_named() -> None:
+    hybrid, full = hybrid_plan(), hybrid_plan(24)
+    assert hybrid.predicted.decode_tokens_per_s < full.predicted.decode_tokens_per_s
+    assert hybrid.predicted.bound_by in ("link of cuda:0", "memory of the host")
+    assert full.predicted.bound_by == "memory of cuda:0"

@@ -1,15 +1,6 @@
 """The scratch of a step on a CPU, against figures worked out by hand."""
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from headroom.kernels.native.module import MODULE
-from headroom.plan.shape import LayerShape
-from headroom.plan.workspace import (
-    native_experts_scratch,
-    workspace_phases,
-)
+from headroom.plan.workspace import workspace_phases
 from tests.plan.shapes import cpu, gpu, laguna, settings, smollm2
 
 
@@ -51,22 +42,3 @@ def test_plain_kernels_keep_as_many_copies_on_a_gpu_as_on_a_cpu() -> None:
     model, asked = smollm2(), settings(kernels="reference")
     on_cpu, on_gpu = (workspace_phases(model, model.layers, x, asked) for x in (cpu(8), gpu(8)))
     assert on_gpu == on_cpu
-
-
-@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
-@given(
-    rows=st.integers(1, 3000),
-    used=st.integers(1, 16),
-    experts=st.integers(16, 512),
-    width=st.integers(1, 200).map(lambda blocks: 8 * blocks),
-    hidden=st.integers(1, 300).map(lambda blocks: 32 * blocks),
-)
-def test_experts_on_a_cpu_are_planned_with_the_scratch_that_the_module_asks_for(
-    rows: int, used: int, experts: int, width: int, hidden: int
-) -> None:
-    layer = LayerShape(
-        kind="full", core_bytes=0, core_values=0,
-        experts=experts, experts_used=used, expert_width=width,
-    )  # fmt: skip
-    planned = native_experts_scratch(hidden, layer, settings(chunk=rows - 1, parallel=1))
-    assert planned == MODULE.experts_scratch(rows, used, hidden, width, experts, tiles=False)

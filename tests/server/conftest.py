@@ -8,6 +8,8 @@ import pytest
 from headroom.options import Options
 from tests.server.fakes import FakeLLM, serving
 
+JSON = {"content-type": "application/json"}  # also for tests that write bodies by hand
+
 
 @pytest.fixture
 def llm() -> FakeLLM:
@@ -21,7 +23,10 @@ def options() -> Options:
 
 @pytest.fixture
 def client(llm: FakeLLM, options: Options) -> Iterator[httpx.Client]:
-    with serving(llm, options) as server, httpx.Client(base_url=server.address) as http:
+    with (
+        serving(llm, options) as server,
+        httpx.Client(base_url=server.address, headers=JSON) as http,
+    ):
         yield http
 
 
@@ -30,6 +35,6 @@ def shared() -> Iterator[httpx.Client]:
     """A server that all tests of a file may ask, as long as they change nothing."""
     with (
         serving(FakeLLM(), Options(port=0)) as server,
-        httpx.Client(base_url=server.address, timeout=10) as http,
+        httpx.Client(base_url=server.address, headers=JSON, timeout=10) as http,
     ):
         yield http

@@ -1,9 +1,9 @@
-"""A model that is not there: it says what it is told to, at the pace it is told to."""
+"""A fake model: a test sets what it says and how fast."""
 
 import json
+import re
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,16 +18,17 @@ from headroom.engine.request import (
     GenerationRequest,
     SamplingParams,
     Timings,
-    TokenConstraint,
     TokenEvent,
     TokenLogprobs,
+    TopToken,
     check_request,
 )
 from headroom.engine.stats import DeviceMemory, EngineStats, ExpertTelemetry
 from headroom.errors import CapacityError
-from headroom.llm import LLM, ChatPrompt
+from headroom.llm import LLM, AnswerStream, ChatPrompt
 from headroom.options import Options
-from headroom.server.app import HttpServer, bind
+from headroom.server.http_server import HttpServer, bind
+from headroom.server.shelf import Shelf
 from headroom.text.conversation import Conversation
 from headroom.text.fill_in import FillIn
 from headroom.text.grammar import GrammarCompiler
@@ -72,13 +73,40 @@ class FakeTokenizer:
         return False
 
     def is_control(self, token_id: int) -> bool:
-        return token_id >= 256
+        return token_id in (EOS, BOS)
+
+    def encode_whole(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class WordTokenizer(FakeTokenizer):
+    """Every word is a token, with the blanks before it, and so is every full stop."""
+
+    vocab_size = 1 << 16
+
+    def __init__(self) -> None:
+        self._words: list[str] = []  # by token, from VOCAB on
+
+    def encode(self, text: str, *, special: bool = True, add_bos: bool | None = None) -> list[int]:
+        ids = []
+        for word in re.findall(r"\s*(?:\.|[^\s.]+)|\s+", text):
+            if word not in self._words:
+                self._words.append(word)
+            ids.append(VOCAB + self._words.index(word))
+        return ids if add_bos is False else [BOS, *ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < VOCAB:
+            return super().token_bytes(token_id)
+        return self._words[token_id - VOCAB].encode()
 
 
 class FakeEngine:
     """Answers `words`, a token every `pause_s` seconds, each request in a separate thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: FakeTokenizer, context: int) -> None:
+        self._tokenizer = tokenizer
+        self.context = context
         self.words = "Hello, world."
         self.alive = True
         self.capacity = 1000
@@ -88,16 +116,16 @@ class FakeEngine:
         self.experts: ExpertTelemetry | None = None
         self.timings = TIMINGS
         self.tells_experts = False
-        self.cost: dict[str, object] | None = None  # of experts, with the last event alone
-        self.takes: int | None = None  # requests; those beyond are refused
+        self.cost: dict[str, object] | None = None  # of experts; only the last event reports it
+        self.takes: int | None = None  # requests in all; further ones are refused
         self.most_running = 0
-        self.at_once: int | None = None  # requests that may run; those beyond are refused
+        self.at_once: int | None = None  # requests that may run together; further ones are refused
         self.requests: list[GenerationRequest] = []
         self.finished: Counter[str] = Counter()
         self._cancelled: dict[str, threading.Event] = {}
 
     def check(self, request: GenerationRequest) -> None:
-        check_request(request, CONTEXT, VOCAB)
+        check_request(request, self.context, self._tokenizer.vocab_size)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         self.check(request)
@@ -131,7 +159,7 @@ class FakeEngine:
             preemptions=0,
             cache_pages_used=1,
             cache_pages_total=8,
-            memory=DeviceMemory("cuda:0", 4096, 1024),
+            memory=[DeviceMemory("cpu", 256, 128), DeviceMemory("cuda:0", 4096, 1024, 8192)],
             experts=self.experts,
             started_at=0.0,
         )
@@ -148,7 +176,8 @@ class FakeEngine:
         if request.pooling is not None:
             yield self._vector(request)
             return
-        for count, token in enumerate([*self.words.encode(), EOS]):
+        words = self._tokenizer.encode(self.words, special=False, add_bos=False)
+        for count, token in enumerate([*words, EOS]):
             gone.wait(self.pause_s)
             if self.fails_after == count:
                 yield self._last(request, "error", count)
@@ -179,13 +208,16 @@ class FakeEngine:
             timings=self._timings(last=True),
         )
 
-    def _timings(self, *, last: bool) -> Timings:
+    def _timings(self, *, last: bool, first: bool = False) -> Timings:
+        if first and not last:
+            return replace(self.timings, decode_s=0.0)
         return replace(self.timings, experts=self.cost) if last and self.cost else self.timings
 
     def _token(self, request: GenerationRequest, token: int, count: int) -> TokenEvent:
         params = request.params
         reason: FinishReason | None = "stop" if token == EOS else None
-        if reason is None and params.max_tokens == count:
+        room = self.context - len(request.prompt)
+        if reason is None and count in (params.max_tokens, room):
             reason = "length"
         return TokenEvent(
             request_id=request.id,
@@ -195,12 +227,12 @@ class FakeEngine:
             finish_reason=reason,
             prompt_tokens=len(request.prompt),
             generated_tokens=count,
-            timings=self._timings(last=reason is not None),
+            timings=self._timings(last=reason is not None, first=count == 1),
         )
 
     def _logprobs(self, token: int, params: SamplingParams) -> TokenLogprobs:
-        rivals = tuple((rival, -0.5 - rival) for rival in range(params.logprobs or 0))
-        return TokenLogprobs(float("-inf") if token == ord("H") else -0.25, rivals)
+        top = tuple(TopToken(other, -0.5 - other) for other in range(params.logprobs or 0))
+        return TokenLogprobs(float("-inf") if token == ord("H") else -0.25, top)
 
     def _of_prompt(self, request: GenerationRequest) -> tuple[TokenLogprobs | None, ...]:
         if not request.params.prompt_logprobs:
@@ -208,28 +240,45 @@ class FakeEngine:
         return (None, *(self._logprobs(token, request.params) for token in request.prompt[1:]))
 
 
-class FakeLLM:
-    """What the server uses of an LLM."""
+class FakeLLM(LLM):
+    """An LLM over a fake engine: nothing is loaded, and prompts are plain text."""
 
     name = "fake"
-    context = CONTEXT
-    vocab_size = VOCAB
     hidden_size = HIDDEN
+    pooling = "last"
+    default_sampling: Mapping[str, Any] = {}
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
-        self.tokenizer = FakeTokenizer()
-        self.default_sampling: dict[str, Any] = {}
+    def __init__(self, tokenizer: FakeTokenizer | None = None, context: int = CONTEXT) -> None:
+        fake = tokenizer or FakeTokenizer()
+        self.engine: Any = FakeEngine(fake, context)
+        self.tokenizer: Any = fake
+        self.context, self.vocab_size = context, fake.vocab_size
         self.fill_in: FillIn | None = None
-        self.grammars = GrammarCompiler(cast(Tokenizer, self.tokenizer), VOCAB)
+        self.grammars = GrammarCompiler(cast(Tokenizer, fake), VOCAB)
         self.conversations: list[list[Mapping[str, Any]]] = []
         self.chats: list[Conversation] = []
+        self.asked: list[list[dict[str, Any]]] = []  # messages given to `chat` or `stream_chat`
         self.thinks = False  # answers may begin with <think>
-        self.template = SimpleNamespace(source="{{ messages }} {{ tools }}")
+        self.template: Any = SimpleNamespace(source="{{ messages }} {{ tools }}")
 
     @property
     def reasoning(self) -> Reasoning | None:
         return THOUGHTS if self.thinks else None
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """The sampling settings of each answer."""
+        return [request.params for request in self.engine.requests]
+
+    def stream_chat(self, messages: Any, *given: Any, **named: Any) -> AnswerStream:
+        chat = messages.messages if isinstance(messages, Conversation) else messages
+        self.asked.append([dict(message) for message in chat])
+        return super().stream_chat(messages, *given, **named)
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompt of each answer, without the token that begins it."""
+        return [self.tokenizer.decode(request.prompt[1:]) for request in self.engine.requests]
 
     def prepare_chat(self, chat: Conversation) -> ChatPrompt:
         self.chats.append(chat)
@@ -240,32 +289,14 @@ class FakeLLM:
             reasoning=self.reasoning,
             in_thought=False,
             tools=() if chat.tool_choice.mode == "none" else chat.tools,
-            tool_format=find_tool_format(cast(Tokenizer, self.tokenizer), None),
+            tool_format=find_tool_format(self.tokenizer, None),
         )
-
-    def request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        constraint: TokenConstraint | None = None,
-    ) -> GenerationRequest:
-        return GenerationRequest(
-            id=uuid.uuid4().hex,
-            prompt=tuple(prompt),
-            params=params,
-            stop_ids=self.tokenizer.stop_ids,
-            constraint=constraint,
-        )
-
-    def embedding_request(self, text: str | Sequence[int]) -> GenerationRequest:
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else text
-        return replace(self.request(ids, SamplingParams()), pooling="last")
 
 
 @contextmanager
-def serving(llm: LLM | FakeLLM, options: Options) -> Iterator[HttpServer]:
-    """Run a server over a model in a thread, on a free port."""
-    server = HttpServer(cast(LLM, llm), options, bind(options.host, options.port))
+def serving(llm: LLM | Shelf, options: Options) -> Iterator[HttpServer]:
+    """Run a server over a model, or a shelf of models, in a thread."""
+    server = HttpServer(llm, options, bind(options.host, options.port))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

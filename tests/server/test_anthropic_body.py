@@ -1,9 +1,11 @@
-"""Bodies of /v1/messages that are wrong are refused, each with the field at fault."""
+"""Wrong bodies of /v1/messages are refused, and the error names the wrong field."""
 
 from typing import Any
 
 import httpx
 import pytest
+
+from headroom.server.anthropic_body import MessagesBody
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -24,74 +26,92 @@ def result(content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"max_tokens": None}, "max_tokens: input should be a valid integer."),
-        ({"max_tokens": 0}, "max_tokens: input should be greater than or equal to 1."),
-        ({"max_tokens": "9"}, "max_tokens: input should be a valid integer."),
-        ({"messages": []}, "messages: list should have at least 1 item"),
-        ({"messages": "hi"}, "messages: input should be a valid list."),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: this field is required."),
-        (blocks("x"), "messages[1].content[0]: input should be a block with a type."),
-        (blocks(PICTURE), "messages[1].content[0]: blocks of type 'image' cannot be read here"),
-        (blocks({"type": "document"}), "blocks of type 'document' cannot be read here"),
-        (blocks({"type": "server_tool_use"}), "blocks of type 'server_tool_use' cannot be read"),
-        (blocks({"type": "text"}), "messages[1].content[0].text.text: this field is required."),
+        ({"max_tokens": None}, "`max_tokens` must be a whole number, not null."),
+        ({"max_tokens": 0}, "`max_tokens` must be at least 1, not 0."),
+        ({"max_tokens": "9"}, "`max_tokens` must be a whole number, not a text."),
+        ({"messages": []}, "`messages` must have at least 1 entry, and has 0."),
+        ({"messages": "hi"}, "`messages` must be a list, not a text."),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "`messages[0].role` must be 'user'",
+        ),
+        ({"messages": [{"role": "user"}]}, "`messages[0].content` is required."),
+        (blocks("x"), "`messages[1].content[0]` must be a block with a type."),
+        (
+            blocks(PICTURE),
+            "`messages[1].content[0]`: blocks of type 'image' are not supported here",
+        ),
+        (blocks({"type": "document"}), "blocks of type 'document' are not supported here"),
+        (blocks({"type": "server_tool_use"}), "blocks of type 'server_tool_use' are not supported"),
+        (blocks({"type": "text"}), "`messages[1].content[0].text` is required."),
         (blocks(CALL), "role 'user' cannot have blocks of type 'tool_use'"),
-        (blocks({**CALL, "input": "x"}, role="assistant"), "tool_use.input: input should be"),
-        (blocks({**CALL, "id": ""}, role="assistant"), "tool_use.id: string should have at least"),
+        (
+            blocks({**CALL, "input": "x"}, role="assistant"),
+            "[0].input` must be an object",
+        ),
+        (blocks({**CALL, "id": ""}, role="assistant"), "[0].id` must have at least 1 character"),
         (blocks(CALL, role="assistant"), "The last message calls tools"),
-        (blocks({"type": "tool_result"}), "tool_result.tool_use_id: this field is required."),
+        (blocks({"type": "tool_result"}), "`messages[1].content[0].tool_use_id` is required."),
         (
             blocks({"type": "tool_result", "tool_use_id": "z"}),
-            "messages[1].content: a tool_result is about the call 'z', and no tool_use block",
+            "messages[1].content: a tool_result answers the call 'z', but no tool_use block",
         ),
-        (result(7), "tool_result.content: input should be a text or a list of blocks."),
-        (result([CALL]), "tool_result.content[0]: blocks of type 'tool_use' cannot be read here"),
-        ({"system": 7}, "system: input should be a text or a list of blocks."),
-        ({"system": [PICTURE]}, "system[0]: blocks of type 'image' cannot be read here"),
-        ({"tools": {}}, "tools: input should be a valid list."),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema: this field is required."),
-        ({"tools": [{**TOOL, "name": ""}]}, "tools[0].name: string should match pattern"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].name: another tool has the name 'f', too."),
+        (result(7), "content[0].content` must be a text or a list of blocks."),
+        (
+            result([CALL]),
+            "content[0].content[0]`: blocks of type 'tool_use' are not supported here",
+        ),
+        ({"system": 7}, "`system` must be a text or a list of blocks."),
+        ({"system": [PICTURE]}, "`system[0]`: blocks of type 'image' are not supported here"),
+        ({"tools": {}}, "`tools` must be a list, not an object."),
+        ({"tools": [{"name": "f"}]}, "`tools[0].input_schema` is required."),
+        ({"tools": [{**TOOL, "name": ""}]}, "`tools[0].name` is '', which does not match"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name: two tools have the name 'f'."),
         (
             {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
-            "tools[1]: tools of type 'web_search_20250305' are not there",
+            "`tools[1]`: tools of type 'web_search_20250305' are not supported",
         ),
-        ({"tool_choice": "auto"}, "tool_choice: input should be an object."),
-        ({"tool_choice": {"type": "all"}}, "tool_choice.type: input should be 'auto'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice has the type 'any', and there are no tool"),
+        ({"tool_choice": "auto"}, "`tool_choice` must be an object, not a text."),
+        ({"tool_choice": {"type": "all"}}, "`tool_choice.type` must be 'auto'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice has the type 'any', but there are no tool"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}},
-            "tool_choice.name 'g' is no tool; the tools are: f.",
+            "tool_choice.name 'g' is not a tool; the tools are: f.",
         ),
-        ({"thinking": {"type": "often"}}, "thinking.type: input should be 'enabled'"),
+        ({"thinking": {"type": "often"}}, "`thinking.type` must be 'enabled'"),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 0}},
-            "thinking.budget_tokens: input should be greater than or equal to 1.",
+            "`thinking.budget_tokens` must be at least 1, not 0.",
         ),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 9}, "max_tokens": 9},
             "thinking.budget_tokens is 9; it must be less than max_tokens, which is 9.",
         ),
-        ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display: "),
-        ({"stop_sequences": [""]}, "stop_sequences: a stop text has 0 characters"),
-        ({"stop_sequences": [7]}, "stop_sequences: input should be a text or a list of texts."),
-        ({"stop_sequences": ["x"] * 17}, "stop_sequences: 17 stop texts were given"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "`thinking.display` must be"),
+        ({"stop_sequences": [""]}, "`stop_sequences`: a stop text has 0 characters"),
+        ({"stop_sequences": [7]}, "`stop_sequences` must be a text or a list of texts."),
+        ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: 17 stop texts were given"),
         ({"temperature": -1}, "temperature is -1.0; it must be from 0 to 100."),
-        ({"temperature": "hot"}, "temperature: input should be a valid number."),
+        ({"temperature": "hot"}, "`temperature` must be a number, not a text."),
         ({"top_p": 2}, "top_p is 2.0; it must be from 0 to 1."),
-        ({"top_k": -1}, "top_k: input should be greater than or equal to 0."),
-        ({"stream": "yes"}, "stream: input should be a valid boolean."),
-        ({"model": 7}, "model: input should be a valid string."),
-        ({"output_config": {"effort": "huge"}}, "output_config.effort: input should be 'none'"),
-        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type: "),
+        ({"top_k": -1}, "`top_k` must be at least 0, not -1."),
+        ({"stream": "yes"}, "`stream` must be true or false, not a text."),
+        ({"model": 7}, "`model` must be a text, not 7."),
+        ({"output_config": {"effort": "huge"}}, "`output_config.effort` must be 'none'"),
+        (
+            {"output_config": {"format": {"type": "text"}}},
+            "`output_config.format.type` must be",
+        ),
         (
             {"output_config": {"format": {"type": "json_schema"}}},
-            "output_config.format.schema: this field is required.",
+            "`output_config.format.schema` is required.",
         ),
-        ({"output_format": {"type": "json_schema", "schema": 7}}, "output_format.schema: "),
-        ({"context_management": 7}, "context_management: input should be a valid dictionary."),
+        (
+            {"output_format": {"type": "json_schema", "schema": 7}},
+            "output_format.schema` must be",
+        ),
+        ({"context_management": 7}, "`context_management` must be an object, not 7."),
         ({"mcp_servers": [{"name": "x"}]}, "`mcp_servers` cannot be honoured; leave it out."),
         ({"container": "x"}, "`container` cannot be honoured; leave it out."),
         ({"n": 2}, "`n` cannot be honoured; leave it out."),
@@ -110,14 +130,15 @@ def test_a_wrong_field_is_named(shared: httpx.Client, fields: dict[str, Any], wo
 def test_the_limit_of_an_answer_is_required(shared: httpx.Client) -> None:
     response = shared.post("/v1/messages", json={"messages": [HI]})
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "max_tokens: this field is required."
+    assert response.json()["error"]["message"] == "`max_tokens` is required."
     assert shared.post("/v1/messages/count_tokens", json={"messages": [HI]}).status_code == 200
 
 
-def test_the_start_of_an_answer_cannot_have_a_format(shared: httpx.Client) -> None:
+def test_the_start_of_an_answer_may_have_a_format() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     messages = [HI, {"role": "assistant", "content": "{"}]
     body = {"max_tokens": 9, "messages": messages, "output_config": form}
-    response = shared.post("/v1/messages", json=body)
-    assert response.status_code == 400
-    assert "An answer whose first words are given cannot have a format" in response.text
+    chat = MessagesBody.model_validate(body).conversation()
+    assert chat.continues
+    assert chat.output_format is not None
+    assert chat.output_format.value == {"type": "object"}

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape, on its paths and there alone."""
+"""Errors have Anthropic's format on its paths, and on no others."""
 
 from typing import Any
 
@@ -146,7 +146,7 @@ def test_a_refused_thread_makes_the_official_client_send_the_whole_history(
     assert block.type == "text"
     assert block.text == "Hello, world."
     threads = client.beta.messages.thread(model="fake", max_tokens=99)
-    with pytest.raises(anthropic.BadRequestError, match="Conversations are not kept here"):
+    with pytest.raises(anthropic.BadRequestError, match="This server keeps no conversations"):
         threads.send({"role": "user", "content": "hi"})
 
 

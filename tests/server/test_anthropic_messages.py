@@ -1,4 +1,4 @@
-"""/v1/messages over a model that says what it is told to; Anthropic's own types check the form."""
+"""/v1/messages with a fake model; the types of Anthropic's own client check the format."""
 
 import json
 from collections.abc import Iterator
@@ -211,7 +211,7 @@ def test_half_an_input_does_not_look_like_a_whole_one(client: httpx.Client, llm:
 
 
 @pytest.mark.parametrize("text", ["[1]", "{not json", "7", '{"a": '])
-def test_an_input_is_always_an_object(text: str) -> None:
+def test_the_input_of_a_call_is_always_an_object(text: str) -> None:
     assert read_input(text) == {"INVALID_JSON": text}
     assert read_input('{"a": [1]}') == {"a": [1]}
 

@@ -1,4 +1,4 @@
-"""A session with a tool over a model whose words are a script; everything else of it is real."""
+"""A session with a tool and a model whose tokens come from a script; all else is real."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The list of models in Anthropic's shape."""
+"""The list of models in Anthropic's format."""
 
 import httpx
 from anthropic import Anthropic

@@ -1,11 +1,11 @@
-"""GET /v1/models?client_version=: what Codex reads of it."""
+"""GET /v1/models?client_version=...: the list of models that Codex reads."""
 
 import httpx
 
 from tests.server.fakes import CONTEXT, FakeLLM
 
-# What Codex 0.166 needs of each model, with the type of its JSON; it refuses the whole list if one
-# is missing.
+# The fields that Codex 0.166 needs for each model, and their JSON types. If one is missing, it
+# refuses the whole list.
 NEEDED = {
     "slug": str,
     "display_name": str,

@@ -1,9 +1,10 @@
-"""/metrics: what is counted and that strangers cannot make it grow."""
+"""/metrics: what is counted, and that clients cannot make the labels grow."""
 
 import httpx
 import pytest
 
 from headroom.engine.stats import ExpertTelemetry
+from headroom.experts.telemetry import ColdPaces
 from tests.server.fakes import TIMINGS, FakeLLM
 
 USER = {"role": "user", "content": "hi"}
@@ -28,6 +29,8 @@ def test_engine_and_http_are_counted(client: httpx.Client) -> None:
         "headroom_cache_pages_used 1.0",
         'headroom_memory_planned_bytes{device="cuda:0"} 4096.0',
         'headroom_memory_used_bytes{device="cuda:0"} 1024.0',
+        'headroom_memory_used_bytes{device="cpu"} 128.0',
+        'headroom_memory_process_bytes{device="cuda:0"} 8192.0',
         'headroom_http_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0',
         'headroom_http_requests_total{endpoint="/v1/chat/completions",status="400"} 1.0',
         'headroom_http_request_seconds_count{endpoint="/v1/chat/completions"} 2.0',
@@ -69,6 +72,9 @@ def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm
         cold_bytes={"gpu": 2048, "cpu": 100},
         seconds={"hot": 0.5, "cold": 0.25, "wait": 0.125},
         exchanges=3,
+        causes={"pinned": 7, "cached": 3, "prefetched": 0},
+        misses={"filled": 2, "in_place": 1, "cpu": 5},
+        paces=ColdPaces(cpu_share=0.5, cpu=0.25, cpu_prompts=0.75, link=1.0),
     )
     lines = client.get("/metrics").text.splitlines()
     for line in (
@@ -80,6 +86,13 @@ def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm
         'headroom_cold_bytes_total{path="gpu"} 2048.0',
         'headroom_cold_bytes_total{path="cpu"} 100.0',
         'headroom_expert_seconds_total{what="wait"} 0.125',
+        'headroom_expert_hits_total{cause="pinned"} 7.0',
+        'headroom_expert_hits_total{cause="cached"} 3.0',
+        'headroom_expert_misses_total{path="in_place"} 1.0',
+        'headroom_expert_misses_total{path="cpu"} 5.0',
+        "headroom_cold_cpu_share 0.5",
+        'headroom_cold_pace{of="cpu"} 0.25',
+        'headroom_cold_pace{of="cpu_prompts"} 0.75',
     ):
         assert line in lines
     assert not any(line.startswith('headroom_expert_hit_rate{layer="0"}') for line in lines)

@@ -1,4 +1,4 @@
-"""What the server knows of a model without loading it."""
+"""What the server knows about a model without loading it."""
 
 from pathlib import Path
 from typing import Any

@@ -192,7 +192,7 @@ def test_formats_reach_the_model(client: httpx.Client, llm: FakeLLM) -> None:
     ]
 
 
-def test_a_larger_context_than_there_is_is_logged(
+def test_a_num_ctx_beyond_the_context_is_logged(
     client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -200,7 +200,7 @@ def test_a_larger_context_than_there_is_is_logged(
             options = {"num_ctx": wanted}
             client.post(CHAT, json={"model": "fake", "messages": HI, "options": options})
     (told,) = [record.getMessage() for record in caplog.records if "num_ctx" in record.getMessage()]
-    assert "num_ctx is 8192, and the context holds 4096 tokens" in told
+    assert "num_ctx is 8192, but the model was loaded with a context of 4096 tokens" in told
 
 
 def test_generate_answers_a_prompt_with_a_context_that_continues_it(
@@ -238,7 +238,7 @@ def test_logprobs_come_with_each_piece(client: httpx.Client) -> None:
     assert [entry for line in lines for entry in line.get("logprobs", [])] == scored
 
 
-def test_vectors_of_texts(client: httpx.Client) -> None:
+def test_texts_get_vectors_of_length_1(client: httpx.Client) -> None:
     answer = client.post("/api/embed", json={"model": "fake", "input": ["a", "b"]}).json()
     assert len(answer["embeddings"]) == 2
     assert sum(value * value for value in answer["embeddings"][0]) == pytest.approx(1)
@@ -253,6 +253,8 @@ def test_vectors_of_texts(client: httpx.Client) -> None:
         "/api/embed", json={"model": "fake", "input": "x" * 5000} | {"truncate": False}
     )
     assert refused.status_code == 400
+    nothing = client.post("/api/embed", json={"model": "fake", "input": ""})
+    assert (nothing.status_code, nothing.json()["embeddings"]) == (200, [])
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,6 @@ def test_vectors_of_texts(client: httpx.Client) -> None:
         (CHAT, {"model": "", "messages": HI}, "model"),
         (CHAT, {"model": "fake", "messages": [{"role": "nobody", "content": "x"}]}, "nobody"),
         (CHAT, {"model": "fake", "messages": [{**HI[0], "images": ["aGk="]}]}, "pictures"),
-        (CHAT, {"model": "fake", "messages": HI, "think": True}, "does not support thinking"),
         (CHAT, {"model": "fake", "messages": HI, "think": "lots"}, "think"),
         (CHAT, {"model": "fake", "messages": HI, "format": "xml"}, "format"),
         (CHAT, {"model": "fake", "messages": HI, "keep_alive": "soon"}, "keep_alive"),
@@ -272,7 +273,7 @@ def test_vectors_of_texts(client: httpx.Client) -> None:
         (CHAT, {"model": "fake", "messages": [{"role": "user", "content": "x" * 5000}]}, "5002"),
         (GENERATE, {"model": "fake", "prompt": "x", "template": "{{ .Prompt }}"}, "template"),
         (GENERATE, {"model": "fake", "prompt": "x", "images": ["aGk="]}, "pictures"),
-        (GENERATE, {"model": "fake", "prompt": "x", "suffix": "y"}, "takes no `suffix`"),
+        (GENERATE, {"model": "fake", "prompt": "x", "suffix": "y"}, "`suffix` cannot be used"),
         (GENERATE, {"model": "fake", "prompt": "x", "context": [999]}, "999"),
         (GENERATE, {"model": "fake", "prompt": "x", "context": [1], "raw": True}, "context"),
         ("/api/embed", {"model": "fake", "input": 3}, "input"),
@@ -341,9 +342,9 @@ def test_keep_alive_says_when_the_model_goes(loadable: tuple[httpx.Client, Shelf
     http, shelf = loadable
     body = {"model": "small", "prompt": "one", "stream": False, "options": {"num_predict": 2}}
     assert http.post(GENERATE, json={**body, "keep_alive": "10m"}).json()["eval_count"] == 2
-    assert 590 < shelf.places[0].idle_left_s <= 600
+    assert 590 < shelf.models[0].idle_left_s <= 600
     assert http.post(GENERATE, json={**body, "keep_alive": -1}).json()["done"]
-    assert shelf.places[0].idle_left_s == float("inf")
+    assert shelf.models[0].idle_left_s == float("inf")
     assert http.post(GENERATE, json={**body, "keep_alive": 0}).json()["done"]
     wait_until(lambda: shelf.engines() == {})
     assert http.post(GENERATE, json={**body, "keep_alive": "5m"}).json()["done"]

@@ -1,4 +1,4 @@
-"""Ollama's calls about models: lists, descriptions, and pulls of what is there."""
+"""Ollama's endpoints about models: lists, descriptions and pulls."""
 
 import json
 from collections.abc import Iterator
@@ -51,6 +51,8 @@ def test_only_loaded_models_run_and_expire_after_their_idle_time(both: httpx.Cli
     (model,) = both.get("/api/ps").json()["models"]
     assert (model["name"], model["context_length"], model["size_vram"]) == ("qwen3:latest", 256, 0)
     assert model["size"] > 1_000_000
+    assert model["memory"] == {"cpu": model["size"]}
+    assert 0 <= model["idle_s"] < 600
     left = datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)
     assert timedelta(0) < left <= timedelta(seconds=600)
 
@@ -109,6 +111,14 @@ def test_a_loaded_model_without_a_file_is_described_by_what_is_known(
 def test_the_version_is_a_number_that_clients_can_compare(shared: httpx.Client) -> None:
     version = shared.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)
+
+
+@pytest.mark.parametrize("path", ["/", "/api/tags", "/api/version"])
+def test_clients_may_ask_by_head_whether_the_server_is_there(
+    shared: httpx.Client, path: str
+) -> None:
+    response = shared.head(path)
+    assert (response.status_code, response.content) == (200, b"")
 
 
 def test_a_path_that_is_not_there_has_ollamas_error(shared: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions over a model that says what it is told to."""
+"""/v1/chat/completions with a fake model."""
 
 from dataclasses import replace
 from typing import Any
@@ -220,6 +220,39 @@ def test_roles_and_parts_become_what_templates_know(client: httpx.Client, llm: F
     ]
 
 
+def test_messages_of_assistants_and_tools_may_have_no_content(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    turns = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": None, "tool_call_id": "1"},
+    ]
+    assert client.post(PATH, json={"messages": turns}).status_code == 200
+    assert [turn["content"] for turn in llm.conversations[0]] == [USER["content"], "", "", "", ""]
+    refused = client.post(PATH, json={"messages": [{"role": "user", "content": None}]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "`messages[0]`: a message needs content."
+
+
+def test_pictures_in_results_of_tools_are_named_and_left_out(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    turns = [
+        USER,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": parts, "tool_call_id": "1"},
+    ]
+    assert client.post(PATH, json={"messages": turns}).status_code == 200
+    shown = llm.conversations[0][2]["content"]
+    assert shown == "see\n[image left out: this model reads text only]"
+
+
 @pytest.mark.parametrize(
     ("fields", "more"), [({"continue_final_message": True}, {}), ({}, {"prefix": True})]
 )
@@ -276,6 +309,8 @@ def test_more_answers_than_the_queue_can_ever_hold_are_a_400(
     response = client.post(PATH, json={"messages": [USER], "n": 3})
     assert response.status_code == 400
     error = response.json()["error"]
-    assert error["message"].startswith("3 answers are asked for, and the server takes 2 at once.")
+    assert error["message"].startswith(
+        "3 answers were asked for; the server gives at most 2 at once."
+    )
     assert error["param"] == "n"
     assert llm.engine.requests == []

@@ -8,7 +8,12 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import (
+    ChatCompletionAllowedToolChoiceParam,
+    ChatCompletionMessageCustomToolCall,
+    ChatCompletionMessageParam,
+    ChatCompletionNamedToolChoiceCustomParam,
+)
 from pydantic import BaseModel
 
 from headroom.options import Options
@@ -112,6 +117,19 @@ def test_the_clients_accumulator_gives_the_calls_of_the_whole_answer(
 
 def _calls(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_content(official: OpenAI, llm: FakeLLM, stream: bool) -> None:
+    llm.engine.words = f"<think>Hm.</think>\n\nLet me look.\n{CALL}\n"
+    llm.thinks = True
+    settings: Any = {"model": "fake", "messages": ASKED, "tools": TOOLS, "logprobs": True}
+    answer: Any = official.chat.completions.create(**settings, stream=stream)
+    parts = [
+        choice.logprobs for chunk in (answer if stream else [answer]) for choice in chunk.choices
+    ]
+    tokens = [entry.token for part in parts if part is not None for entry in part.content or ()]
+    assert "".join(tokens) == "Let me look."
 
 
 def test_a_tool_is_called_and_its_result_is_answered(official: OpenAI, llm: FakeLLM) -> None:
@@ -308,6 +326,98 @@ def test_older_functions_are_answered_in_their_own_form(official: OpenAI, llm: F
     assert (result["role"], result["tool_call_id"]) == ("tool", call["id"])
 
 
+SHELL: Any = {
+    "type": "custom",
+    "custom": {
+        "name": "shell",
+        "description": "Runs a command.",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "lark", "definition": 'start: "ls " /[^\\n]+/'},
+        },
+    },
+}
+COMMAND = 'ls "a\\b" é 👍\t'
+CUSTOM_CALL = f"""<tool_call>
+{json.dumps({"name": "shell", "arguments": {"input": COMMAND}}, ensure_ascii=False)}
+</tool_call>"""
+
+
+def test_a_custom_tool_is_called_with_plain_text_and_its_result_is_answered(
+    official: OpenAI, llm: FakeLLM
+) -> None:
+    llm.engine.words = f"{CUSTOM_CALL}\n{TIME}"
+    tools: Any = [*TOOLS, SHELL]
+    answer = official.chat.completions.create(model="fake", messages=ASKED, tools=tools)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls is not None
+    call, other = choice.message.tool_calls
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "shell", COMMAND)
+    assert other.type == "function"
+    (told,) = (tool for tool in llm.chats[0].tools if tool.name == "shell")
+    assert told.strict
+    assert told.grammar == SHELL["custom"]["format"]["grammar"]["definition"]
+    assert told.grammar in told.description
+    history: list[Any] = [
+        *ASKED,
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "a.txt"},
+        {"role": "tool", "tool_call_id": other.id, "content": "noon"},
+    ]
+    official.chat.completions.create(model="fake", messages=history, tools=tools)
+    first = llm.conversations[-1][1]["tool_calls"][0]
+    assert (first["id"], first["type"]) == (call.id, "function")
+    assert first["function"]["name"] == "shell"
+    assert json.loads(first["function"]["arguments"]) == {"input": COMMAND}
+
+
+@pytest.mark.parametrize("input_key", ["input", "command"])
+def test_the_text_of_a_custom_tool_is_streamed_in_pieces(
+    official: OpenAI, llm: FakeLLM, input_key: str
+) -> None:
+    llm.engine.words = CUSTOM_CALL.replace('"input"', f'"{input_key}"')
+    settings: Any = {"model": "fake", "messages": ASKED, "tools": [SHELL]}
+    whole = official.chat.completions.create(**settings).choices[0].message.tool_calls
+    assert whole is not None
+    assert whole[0].type == "custom"
+    pieces: list[Any] = []
+    for chunk in official.chat.completions.create(**settings, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            pieces.append(call.to_dict())
+    assert all(piece["index"] == 0 for piece in pieces)
+    assert set(pieces[0]) == {"index", "id", "type", "custom"}
+    assert (pieces[0]["type"], pieces[0]["custom"]["name"]) == ("custom", "shell")
+    assert all(set(piece) == {"index", "custom"} for piece in pieces[1:])
+    assert all(piece["custom"]["input"] for piece in pieces[1:])
+    text = "".join(piece["custom"]["input"] for piece in pieces)
+    assert text == whole[0].custom.input
+    if input_key == "input":
+        assert text == COMMAND
+        assert len(pieces) > 5
+    else:  # not what the tool was described to take: the client gets all of it
+        assert json.loads(text) == {"command": COMMAND}
+
+
+def test_a_custom_tool_can_be_chosen_by_name_or_allowed(official: OpenAI, llm: FakeLLM) -> None:
+    tools: Any = [*TOOLS, SHELL]
+    named: ChatCompletionNamedToolChoiceCustomParam = {
+        "type": "custom",
+        "custom": {"name": "shell"},
+    }
+    settings: Any = {"model": "fake", "messages": ASKED, "tools": tools}
+    official.chat.completions.create(**settings, tool_choice=named)
+    assert llm.chats[-1].tool_choice == ToolChoice(mode="required", name="shell")
+    allowed: ChatCompletionAllowedToolChoiceParam = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [dict(named)]},
+    }
+    official.chat.completions.create(**settings, tool_choice=allowed)
+    assert [tool.name for tool in llm.chats[-1].tools] == ["shell"]
+    assert llm.chats[-1].tool_choice.mode == "required"
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -315,7 +425,13 @@ def test_older_functions_are_answered_in_their_own_form(official: OpenAI, llm: F
         ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]},
          "tools"),
         ({"tools": [5]}, "tools[0]"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "mcp", "custom": {"name": "x"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]},
+         "tools[0].custom.format"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {
+            "type": "grammar", "grammar": {"syntax": "gbnf", "definition": "x"}}}}]},
+         "tools[0].custom.format.grammar.syntax"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
@@ -341,3 +457,9 @@ def test_a_wrong_field_is_refused_by_its_name(
     response = shared.post("/v1/chat/completions", json={"messages": ASKED, **given})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_the_refusal_of_a_hosted_tool_names_the_types_that_are_there(shared: httpx.Client) -> None:
+    body = {"messages": ASKED, "tools": [{"type": "web_search"}]}
+    error = shared.post("/v1/chat/completions", json=body).json()["error"]
+    assert error["message"] == "`tools[0].type` must be 'function' or 'custom', not 'web_search'."

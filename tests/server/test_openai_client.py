@@ -1,6 +1,7 @@
 """The official client against a running server with the default model."""
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from headroom.llm import LLM
 from headroom.options import Options
-from headroom.server.app import HttpServer
+from headroom.server.http_server import HttpServer
 from tests.server.fakes import serving, wait_until
 
 CAPITAL: list[ChatCompletionUserMessageParam] = [
@@ -360,3 +361,49 @@ def test_near_texts_have_near_vectors(client: OpenAI, model: str) -> None:
     cat, other, stocks = (np.array(entry.embedding) for entry in answer.data)
     assert cat @ other > cat @ stocks
     assert np.linalg.norm(cat) == pytest.approx(1, abs=1e-5)
+
+
+LINES = r"""
+start: "begin" LF step+ "end"
+step: ("go" | "turn") " " /[a-z "]{1,4}/ LF
+%import common.LF
+"""
+
+
+def custom_tool(definition: str) -> Any:
+    grammar = {"syntax": "lark", "definition": definition}
+    form = {"type": "grammar", "grammar": grammar}
+    return {"type": "custom", "custom": {"name": "robot", "description": "Moves.", "format": form}}
+
+
+def test_the_text_of_a_custom_tool_matches_its_grammar(client: OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Let the robot move."}],
+        tools=[custom_tool(LINES)],
+        tool_choice={"type": "custom", "custom": {"name": "robot"}},
+        max_tokens=100,
+        temperature=1.0,
+        seed=1,
+    )
+    assert answer.choices[0].message.tool_calls is not None
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.type == "custom"
+    text = call.custom.input
+    if answer.choices[0].finish_reason == "tool_calls":
+        assert re.fullmatch(r'begin\n((go|turn) [a-z "]{1,4}\n)+end', text), text
+    else:
+        assert text.startswith("begin\n")
+
+
+def test_a_custom_tool_with_a_wrong_grammar_is_refused_with_the_reason(
+    client: OpenAI, model: str
+) -> None:
+    for definition in ("start: missing", "start: <|im_end|>"):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(
+                model=model, messages=CAPITAL, tools=[custom_tool(definition)]
+            )
+        assert caught.value.param == "tools[0].custom.format"
+        assert "'robot' cannot be used" in caught.value.message
+        assert definition.removeprefix("start: ") in caught.value.message

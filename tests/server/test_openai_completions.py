@@ -1,4 +1,4 @@
-"""/v1/completions over a model that says what it is told to."""
+"""/v1/completions with a fake model."""
 
 import json
 import re
@@ -12,6 +12,7 @@ import pytest
 
 from headroom.llm import LLM
 from headroom.options import Options
+from headroom.server.openai_completions import MAX_ECHOED_LOGPROBS
 from headroom.text.fill_in import FillIn
 from tests.server.fakes import BOS, EOS, FakeLLM, events_of, serving
 
@@ -94,6 +95,65 @@ def test_a_streamed_echo_with_logprobs_covers_the_prompt_once(client: httpx.Clie
     assert [token for piece in pieces for token in piece] == ["<s>", "a", "b", "H", "e"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_and_an_echo_give_the_prompt_with_its_logprobs(
+    client: httpx.Client, *, stream: bool
+) -> None:
+    body = {"prompt": ["ab", "c"], "logprobs": 0, "echo": True, "max_tokens": 0}
+    if stream:
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        chunks = events_of(client.post(PATH, json=asked).text)[:-1]
+        choices, usage = [chunk["choices"][0] for chunk in chunks[:-1]], chunks[-1]["usage"]
+    else:
+        answer = ask(client, **body)
+        choices, usage = answer["choices"], answer["usage"]
+    of_prompt = [[one for one in choices if one["index"] == index] for index in (0, 1)]
+    assert ["".join(one["text"] for one in parts) for parts in of_prompt] == ["ab", "c"]
+    assert [parts[-1]["finish_reason"] for parts in of_prompt] == ["length", "length"]
+    scored = [
+        [token for one in parts if one["logprobs"] for token in one["logprobs"]["tokens"]]
+        for parts in of_prompt
+    ]
+    assert scored == [["<s>", "a", "b"], ["<s>", "c"]]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 0)
+
+
+def test_no_tokens_without_an_echo_give_an_empty_text(client: httpx.Client) -> None:
+    answer = ask(client, prompt="ab", max_tokens=0)
+    assert answer["choices"][0]["text"] == ""
+    assert answer["usage"]["completion_tokens"] == 0
+    assert answer["timings"]["decode_tokens_per_second"] is None
+
+
+def test_answers_to_one_prompt_share_its_logprobs(client: httpx.Client, llm: FakeLLM) -> None:
+    body = {"prompt": ["ab", "c"], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 1}
+    choices = ask(client, **body)["choices"]
+    assert [choice["logprobs"]["tokens"] for choice in choices] == [
+        *[["<s>", "a", "b", "H"]] * 2,
+        *[["<s>", "c", "H"]] * 2,
+    ]
+    assert choices[0]["logprobs"] == choices[1]["logprobs"]
+    held = [request.prompt_logprobs for request in llm.engine.requests]
+    assert held[0] is held[1]
+    assert held[2] is held[3]
+    assert held[0] is not held[2]
+
+
+def test_an_echo_with_too_many_logprobs_is_refused_with_the_numbers(shared: httpx.Client) -> None:
+    prompt = [97] * 400  # tokens
+    body = {"prompt": [prompt, prompt], "logprobs": 20, "echo": True, "max_tokens": 1}
+    assert 2 * 400 * 31 * 21 <= MAX_ECHOED_LOGPROBS < 2 * 400 * 32 * 21
+    response = shared.post(PATH, json={**body, "n": 32})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "logprobs"
+    assert "537600 logprobs: 800 prompt tokens x 32 answers each x 21" in error["message"]
+    assert "at most 524288" in error["message"]
+    assert "Lower n or logprobs" in error["message"]
+    # Without an echo, nothing is held for the prompt.
+    assert shared.post(PATH, json={**body, "n": 32, "echo": False}).status_code == 200
+
+
 def test_an_echo_of_tokens_is_their_text(client: httpx.Client) -> None:
     answer = ask(client, prompt=[BOS, 97], echo=True, max_tokens=1, logprobs=0)["choices"][0]
     assert answer["text"] == "<s>aH"
@@ -133,7 +193,7 @@ def test_a_suffix_is_refused_where_the_vocabulary_has_no_tokens_for_it(
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
-    assert error["message"].startswith("fake has no tokens to fill a gap")
+    assert error["message"].startswith("fake has no tokens for filling in the middle")
 
 
 def test_equal_prompts_of_one_call_have_draws_of_their_own(

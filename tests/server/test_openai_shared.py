@@ -41,4 +41,6 @@ def test_rates_without_time_or_tokens_are_null() -> None:
 
 def test_a_logprob_of_minus_infinity_becomes_a_number() -> None:
     assert logprob_number(float("-inf")) == LEAST_LOGPROB == -9999.0
+    assert logprob_number(float("nan")) == LEAST_LOGPROB
+    assert logprob_number(float("inf")) == 0
     assert logprob_number(-0.5) == -0.5

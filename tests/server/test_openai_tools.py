@@ -19,7 +19,9 @@ TWO = [function("weather", description="The weather.", parameters=SCHEMA), funct
 
 
 def read(**body: Any) -> tuple[tuple[Tool, ...], ToolChoice]:
-    return ToolFields.model_validate(body).offered_tools()
+    fields = ToolFields.model_validate(body)
+    offer = fields.tool_offer(fields.offered_tools())
+    return offer.tools, offer.choice
 
 
 def test_tools_come_with_their_schema_and_strictness() -> None:
@@ -93,7 +95,8 @@ FIELD = "tool_choice.allowed_tools"
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TWO, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TWO, "tool_choice": 5}, "tool_choice"),
-        ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice.custom.name"),
+        ({"tools": TWO, "tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"tools": TWO, "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tools": TWO, "tool_choice": function("f")}, "tool_choice.function.name"),
         ({"tools": TWO, "tool_choice": ALLOWED}, FIELD),

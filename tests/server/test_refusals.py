@@ -1,11 +1,11 @@
-"""Errors and what they are to a client."""
+"""Errors become HTTP statuses and error objects."""
 
 import logging
 
 import pytest
 
 from headroom.errors import CapacityError, HeadroomError, KernelError, ModelError, RequestError
-from headroom.server.refusals import RefusalError, problem_of
+from headroom.server.refusals import MOST_MESSAGE, RefusalError, problem_of
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,15 @@ def test_an_unexpected_error_is_logged_but_not_shown_to_the_client(
     monkeypatch.setattr(logging.getLogger("headroom"), "propagate", True)
     problem = problem_of(ValueError("a secret path"))
     assert problem.status == 500
-    assert problem.message == "The server failed on its own."
+    assert problem.message == "The server failed; its log has the details."
     assert "a secret path" in caplog.text
+
+
+def test_an_error_that_quotes_much_keeps_its_beginning_and_its_hint() -> None:
+    error = RequestError(f"Invalid: {'a' * 70_000}.", hint="Try less.", param="tools." + "b" * 5000)
+    problem = problem_of(error)
+    assert len(problem.message) == MOST_MESSAGE
+    assert problem.message.startswith("Invalid: aaa")
+    assert problem.message.endswith("aaa. Try less.")
+    assert problem.param is not None
+    assert (problem.param[:8], len(problem.param)) == ("tools.bb", 200)

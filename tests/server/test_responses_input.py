@@ -1,14 +1,14 @@
-"""Items become messages."""
+"""The items of /v1/responses become messages."""
 
 from typing import Any
 
+from headroom.server.offered_tools import OfferedTools
 from headroom.server.responses_input import ItemBody, make_messages
-from headroom.server.responses_tools import OfferedTools
 
 
 def messages(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
     bodies = [ItemBody.model_validate(item) for item in items]
-    return make_messages([], bodies, instructions, OfferedTools([]))
+    return make_messages([], bodies, instructions, OfferedTools())
 
 
 def said(role: str, text: str) -> dict[str, Any]:

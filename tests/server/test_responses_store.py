@@ -1,4 +1,4 @@
-"""ResponseStore: what stays and what leaves."""
+"""ResponseStore: which responses are kept, and which are dropped."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def test_bytes_are_limited_with_those_of_earlier_responses() -> None:
     assert second.bytes > 20_000
     store.add(third)
     assert [has(store, one) for one in (first, second, third)] == [False, False, True]
-    # What it continues is still there for it.
+    # The responses that it continues are still kept for it.
     assert len(third.items()) == 6
     third.record.output = [{"id": "msg", "text": "x" * 50_000}]
     store.changed(third)

@@ -1,20 +1,36 @@
 """Tests of the service: how conversations become requests of the engine."""
 
 import asyncio
+import threading
 from typing import Any, cast
 
 import pytest
 
-from headroom.errors import ContextLengthError, RequestError
+from headroom.errors import CapacityError, ContextLengthError, RequestError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server.holding import HoldModels
 from headroom.server.metrics import Metrics
-from headroom.server.service import Answers, Service, make_requests
+from headroom.server.refusals import RefusalError
+from headroom.server.service import (
+    MOST_BIASES,
+    UNREAD_EVENTS,
+    UNREAD_EVENTS_PER_ANSWER,
+    Answers,
+    Service,
+    make_requests,
+)
+from headroom.server.shelf import Shelf
 from headroom.text.conversation import Conversation
 from tests.server.fakes import FakeLLM
 
+OPTIONS = Options(model="fake")
 CHAT = Conversation(messages=[{"role": "user", "content": "Hi"}])
+
+
+def make_service(llm: LLM, options: Options = OPTIONS) -> Service:
+    shelf = Shelf.of_loaded(llm, options)
+    return Service(shelf, options, Metrics(shelf.engines))
 
 
 def start_chat(
@@ -22,7 +38,7 @@ def start_chat(
 ) -> Answers:
     async def run() -> Answers:
         model = cast(LLM, llm)
-        service = Service(model, Options(model="fake"), Metrics(lambda: {"fake": model.engine}))
+        service = make_service(model)
         answers = await service.start_chat(model, chat, settings, n=n, messages_field="input")
         async for _ in answers.deltas():
             pass
@@ -75,15 +91,15 @@ def test_a_setting_outside_its_range_is_refused_by_its_name() -> None:
 
 def test_a_request_gets_the_model_that_it_holds_even_while_that_is_about_to_go() -> None:
     model = cast(LLM, FakeLLM())
-    service = Service(model, Options(model="fake"), Metrics(lambda: {"fake": model.engine}))
-    place = service.shelf.places[0]
+    service = make_service(model)
+    shelved = service.shelf.models[0]
     seen: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert await service.model("fake") is model
-        place.leaving = True  # a second lease would wait for this request to end
+        shelved.leaving = True  # a second lease would wait for this request to end
         assert await service.model("fake") is model
-        seen.append(place.leases)
+        seen.append(shelved.leases)
 
     async def nothing(*message: Any) -> Any:
         raise AssertionError
@@ -93,4 +109,58 @@ def test_a_request_gets_the_model_that_it_holds_even_while_that_is_about_to_go()
 
     asyncio.run(run())
     assert seen == [1]
-    assert place.leases == 0
+    assert shelved.leases == 0
+
+
+def test_an_answer_that_nobody_reads_is_cancelled_with_bounded_memory() -> None:
+    llm = FakeLLM()
+    llm.engine.words = "x" * 3000
+    model = cast(LLM, llm)
+
+    async def run() -> tuple[str, RefusalError]:
+        service = make_service(model)
+        answers = await service.start_chat(model, CHAT, {"logprobs": 20})
+        while not answers.is_cut:
+            await asyncio.sleep(0.01)
+        read = ""
+        try:
+            async for delta in answers.deltas():
+                read += delta.text
+        except RefusalError as error:
+            return read, error
+        raise AssertionError("the stream ended without an error")
+
+    read, error = asyncio.run(run())
+    # The events up to then are still delivered, then the error.
+    assert read == "x" * (UNREAD_EVENTS + UNREAD_EVENTS_PER_ANSWER)
+    assert (error.status, error.code) == (503, "slow_client")
+    assert f"left {len(read)} events unread" in error.message
+    assert llm.engine.was_cancelled(llm.engine.requests[0].id)
+
+
+def test_requests_that_are_prepared_count_against_the_queue() -> None:
+    model = cast(LLM, FakeLLM())
+    go_on = threading.Event()
+
+    async def run() -> None:
+        options = Options(model="fake", queue=2)
+        service = make_service(model, options)
+        running = [asyncio.create_task(service.in_thread(go_on.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError, match="2 requests are being prepared"):
+            await service.in_thread(go_on.wait)
+        go_on.set()
+        assert await asyncio.gather(*running) == [True, True]
+        assert await service.in_thread(len, "three") == 5  # the places are free again
+
+    asyncio.run(run())
+
+
+def test_biases_are_bounded_over_all_answers() -> None:
+    bias = dict.fromkeys(range(250), 1.0)
+    llm, answers = cast(LLM, FakeLLM()), MOST_BIASES // 250
+    settings = {"logit_bias": bias}
+    make_requests(llm, [[65]] * answers, settings, 1, prompt_field="prompt")
+    with pytest.raises(RequestError, match=f"250 tokens for each of {2 * answers}") as caught:
+        make_requests(llm, [[65]] * answers, settings, 2, prompt_field="prompt")
+    assert caught.value.param == "logit_bias"

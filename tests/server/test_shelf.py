@@ -1,12 +1,14 @@
-"""Several models on one server: what loads, what goes, and that every answer is the model's own."""
+"""Several models on one server: which are loaded and unloaded, and who answers."""
 
 import asyncio
 import gc
+import json
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import pytest
 from headroom.engine.request import SamplingParams
 from headroom.errors import FormatError
 from headroom.llm import LLM
+from headroom.machine import targets
 from headroom.options import Options
 from headroom.server.model_card import ModelCard
 from headroom.server.refusals import RefusalError
-from headroom.server.shelf import NEVER, Place, Shelf
+from headroom.server.shelf import NEVER, Shelf, ShelvedModel
+from headroom.units import parse_size
 from tests.server.fakes import events_of, serving, wait_until
 from tests.synth_models import write_model
 from tests.tiny import llama_config, random_model, save_gguf
@@ -111,7 +115,7 @@ class Server:
         return text
 
     def loaded(self) -> list[str]:
-        return [place.name for place in self.shelf.places if place.llm is not None]
+        return [shelved.name for shelved in self.shelf.models if shelved.llm is not None]
 
 
 @pytest.fixture
@@ -175,8 +179,8 @@ def test_a_model_is_not_unloaded_while_it_answers(serve: Any, alone: dict[str, s
             lines = stream.iter_lines()
             next(lines)
             other = pool.submit(server.text, "qwen3")
-            wait_until(lambda: server.shelf.places[0].leaving)
-            assert server.shelf.places[0].llm is not None
+            wait_until(lambda: server.shelf.models[0].leaving)
+            assert server.shelf.models[0].llm is not None
             rest = "\n".join(lines)
         assert "data: [DONE]" in rest
         assert '"finish_reason":"length"' in rest
@@ -201,6 +205,59 @@ def test_a_model_that_can_never_fit_is_refused_with_the_numbers_and_the_others_s
     assert shown["error"] in error["message"] or error["message"].endswith(shown["error"])
 
 
+class HostMemory:
+    """The memory of the host that is available, as a test wants it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.available_bytes = total = parse_size(ROOM_FOR_TWO, "ram")
+        found = targets.detect_cpu()
+        monkeypatch.setattr(
+            targets,
+            "detect_cpu",
+            lambda: replace(found, available_bytes=self.available_bytes, total_bytes=total),
+        )
+
+    def set(self, size: str) -> None:
+        self.available_bytes = parse_size(size, "ram")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+    return HostMemory(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("room", "together"), [(ROOM_FOR_TWO, ["tiny", "qwen3"]), (ROOM_FOR_QWEN3, ["qwen3"])]
+)
+def test_a_model_that_did_not_fit_at_start_is_loaded_once_there_is_memory(
+    serve: Any, alone: dict[str, str], memory: HostMemory, room: str, together: list[str]
+) -> None:
+    memory.set(ROOM_FOR_TINY)
+    server = serve("tiny", "qwen3")
+    assert server.ask("qwen3").status_code == 503
+    assert server.http.get("/v1/models/qwen3").json()["context_length"] is None
+    memory.set(room)
+    assert server.text("qwen3") == alone["qwen3"]
+    assert server.loaded() == together
+    shown = server.http.get("/v1/models/qwen3").json()
+    assert (shown["context_length"], "error" in shown) == (256, False)
+    assert server.text("tiny") == alone["tiny"]
+
+
+def test_nothing_is_unloaded_for_a_model_that_no_longer_fits(
+    serve: Any, memory: HostMemory, loads: Loads
+) -> None:
+    memory.set(ROOM_FOR_QWEN3)
+    server = serve("tiny", "qwen3")
+    memory.set("270MiB")  # another program has taken memory
+    refused = server.ask("qwen3")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_not_loaded")
+    assert server.loaded() == ["tiny"]
+    assert loads.names == ["tiny"]
+    memory.set(ROOM_FOR_QWEN3)
+    assert server.ask("qwen3").status_code == 200
+
+
 def test_a_load_that_fails_is_reported_to_all_who_wait_and_is_tried_again(
     serve: Any, alone: dict[str, str], loads: Loads
 ) -> None:
@@ -223,7 +280,7 @@ def test_others_are_answered_while_a_model_is_loaded_and_all_who_want_it_share_o
     loads.may_go.clear()
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(server.text, "qwen3") for _ in range(3)]
-        wait_until(lambda: server.shelf.places[1].loading is not None)
+        wait_until(lambda: server.shelf.models[1].loading is not None)
         assert server.text("tiny") == alone["tiny"]
         assert not any(future.done() for future in waiting)
         loads.may_go.set()
@@ -247,6 +304,67 @@ def test_a_stream_gets_comments_while_its_model_is_loaded(
     said = [event["choices"][0]["delta"].get("content", "") for event in events[:-1]]
     assert "".join(said) == alone["qwen3"]
     assert events[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/api/chat", {"messages": QUESTION}, "message"),
+        ("/api/generate", {"prompt": "x"}, "response"),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_of_lines_gets_empty_lines_while_its_model_is_loaded(
+    serve: Any, loads: Loads, path: str, body: dict[str, Any], field: str, fails: bool
+) -> None:
+    server = serve("tiny", "qwen3", keep_alive=0.05)
+    loads.may_go.clear()
+    loads.fails = "qwen3" if fails else ""
+    asked = {**body, "model": "qwen3", "options": {"num_predict": 3}}
+    with server.http.stream("POST", path, json=asked) as got:
+        assert (got.status_code, got.headers["content-type"]) == (200, "application/x-ndjson")
+        lines = got.iter_lines()
+        first = json.loads(next(lines))
+        loads.may_go.set()
+        rest = [json.loads(line) for line in lines]
+    empty = {"role": "assistant", "content": ""} if field == "message" else ""
+    assert (first[field], first["done"], first["model"]) == (empty, False, "qwen3")
+    if fails:
+        assert set(rest[-1]) == {"error"}
+        assert "bad sector" in rest[-1]["error"]
+    else:
+        assert (rest[-1]["done"], rest[-1]["eval_count"]) == (True, 3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_of_responses_gets_events_while_its_model_is_loaded(
+    serve: Any, loads: Loads, fails: bool
+) -> None:
+    server = serve("tiny", "qwen3", keep_alive=0.05)
+    loads.may_go.clear()
+    if fails:
+        loads.fails = "qwen3"
+    body = {"input": "hi", "model": "qwen3", "stream": True, "max_output_tokens": 4}
+    with server.http.stream("POST", "/v1/responses", json=body) as got:
+        assert got.headers["content-type"].startswith("text/event-stream")
+        pieces = got.iter_text()
+        first = next(pieces)
+        loads.may_go.set()
+        lines = (first + "".join(pieces)).splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    types = [event["type"].removeprefix("response.") for event in events]
+    assert types[:2] == ["created", "in_progress"]
+    assert types.count("created") == 1
+    assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+    if fails:
+        assert types[-2:] == ["error", "failed"]
+        assert "bad sector" in events[-2]["message"]
+        assert "bad sector" in events[-1]["response"]["error"]["message"]
+    else:
+        assert types[-1] in ("completed", "incomplete")
+        assert events[-1]["response"]["seed"] is not None
+        assert "output_item.added" in types
 
 
 def test_a_load_that_fails_after_comments_ends_the_stream_with_an_error_event(
@@ -283,7 +401,7 @@ def test_a_load_ends_when_the_server_stops(serve: Any, loads: Loads) -> None:
     loads.may_go.clear()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(server.ask, "qwen3")
-        wait_until(lambda: server.shelf.places[1].loading is not None)
+        wait_until(lambda: server.shelf.models[1].loading is not None)
         server.shelf.stop()
         loads.may_go.set()
         refused = waiting.result()
@@ -342,6 +460,29 @@ def test_metrics_name_the_model_if_there_are_several(serve: Any) -> None:
     assert sum(line.startswith("# TYPE headroom_steps_total") for line in lines) == 1
 
 
+def test_each_model_reports_the_memory_of_its_own_engine(serve: Any) -> None:
+    server = serve("tiny", "qwen3")
+
+    def used(name: str) -> float:
+        found = [
+            line.split()[1]
+            for line in server.http.get("/metrics").text.splitlines()
+            if line.startswith(f'headroom_memory_used_bytes{{device="cpu",model="{name}"}}')
+        ]
+        return float(found[0])
+
+    alone = used("tiny")
+    server.text("qwen3")
+    assert used("tiny") == alone
+    listed = {model["name"]: model for model in server.http.get("/api/ps").json()["models"]}
+    for shelved in server.shelf.models:
+        size = sum(shelved.llm.engine._pipeline.allocated.values())
+        assert 0.9 * sum(shelved.taken.values()) < size <= sum(shelved.taken.values())
+        assert used(shelved.name) == listed[f"{shelved.name}:latest"]["size"] == size
+        shown = server.http.get("/props", params={"model": shelved.name}).json()
+        assert shown["runtime"]["memory_bytes"] == {"cpu": size}
+
+
 def test_a_broken_file_does_not_keep_the_other_models_from_being_served(
     tmp_path: Path, models: dict[str, Path], alone: dict[str, str]
 ) -> None:
@@ -370,7 +511,7 @@ def test_a_request_for_a_model_that_can_never_load_fails_without_a_task() -> Non
     shelf = Shelf([card], Options(**SETTINGS))
 
     async def hold() -> None:
-        await shelf.hold(shelf.places[0])
+        await shelf.hold(shelf.models[0])
 
     with pytest.raises(RefusalError, match="It is empty") as caught:
         asyncio.run(hold())
@@ -378,6 +519,6 @@ def test_a_request_for_a_model_that_can_never_load_fails_without_a_task() -> Non
 
 
 def test_a_model_that_the_caller_loaded_stays() -> None:
-    place = Place(ModelCard(name="given"), Options(**SETTINGS), idle_s=0.0)
-    assert not place.removable
-    assert place.idle_left_s == NEVER
+    shelved = ShelvedModel(ModelCard(name="given"), Options(**SETTINGS), idle_s=0.0)
+    assert not shelved.removable
+    assert shelved.idle_left_s == NEVER

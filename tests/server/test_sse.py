@@ -1,4 +1,4 @@
-"""Streams in time: kept alive through silence, ended when the client leaves."""
+"""Streams get comments while they are silent, and end when the client leaves."""
 
 import json
 import socket
@@ -68,7 +68,8 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing(
     where = (client.base_url.host, client.base_url.port or 0)
     data = json.dumps(BODY).encode()
     with socket.create_connection(where) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data[:10])
         time.sleep(0.1)
     assert client.get("/health").status_code == 200

@@ -1,7 +1,8 @@
-"""Fields about thoughts, of OpenAI and of the servers whose clients call this one."""
+"""The fields about thoughts, those of OpenAI and of other servers."""
 
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -55,7 +56,7 @@ def test_variables_that_the_server_sets_are_refused(name: str) -> None:
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
-def test_a_switch_in_the_variables_must_be_a_truth_value() -> None:
+def test_enable_thinking_in_the_variables_must_be_true_or_false() -> None:
     fields = ThinkingFields.model_validate({"chat_template_kwargs": {"enable_thinking": "no"}})
     with pytest.raises(RefusalError, match="true or false"):
         fields.template_variables()
@@ -96,3 +97,27 @@ def test_a_wrong_value_is_refused(body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         ThinkingFields.model_validate(body)
     assert caught.value.errors()[0]["loc"][0] == next(iter(body))
+
+
+HI = [{"role": "user", "content": "Hi"}]
+ENABLED = {"type": "enabled", "budget_tokens": 5}
+ASKS = [
+    ("/v1/chat/completions", {"messages": HI, "reasoning_effort": "high"}),
+    ("/v1/chat/completions", {"messages": HI, "thinking": ENABLED}),
+    ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "high", "summary": "auto"}}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 99, "thinking": ENABLED}),
+    ("/v1/messages", {"messages": HI, "max_tokens": 99, "thinking": {"type": "adaptive"}}),
+    ("/api/chat", {"model": "fake", "messages": HI, "think": True, "stream": False}),
+    ("/api/generate", {"model": "fake", "prompt": "Hi", "think": "high", "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKS)
+def test_a_model_without_thoughts_answers_a_request_to_think_on_every_api(
+    shared: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = shared.post(path, json=body)
+    assert answer.status_code == 200
+    assert "Hello, world." in answer.text
+    for thought in ('"reasoning_content":"', '"thinking":"', '"type":"reasoning"'):
+        assert thought not in answer.text

@@ -91,6 +91,22 @@ def test_a_model_beside_others_gets_the_memory_that_they_leave(machine: Machine)
     assert most.devices == alone.devices
 
 
+def test_a_plan_may_count_on_the_memory_of_models_that_would_be_unloaded(
+    machine: Machine,
+) -> None:
+    options = machine.options("cuda:0")
+    alone = choice.make_run_plan(MODEL, options)
+    machine.gpus = [gpu("cuda:0", 8 * GIB)]
+    machine.free = 8 * GIB
+    with pytest.raises(PlanError, match="does not fit"):
+        choice.make_run_plan(MODEL, options)
+    again = choice.make_run_plan(MODEL, options, freed={"cuda:0": 132 * GIB})
+    assert again.devices == alone.devices
+    # Not more than the GPU has.
+    most = choice.make_run_plan(MODEL, options, freed={"cuda:0": 900 * GIB})
+    assert most.problem.devices[0].available_bytes == most.problem.devices[0].total_bytes
+
+
 def test_without_a_name_the_gpu_with_most_free_memory_is_taken(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,12 +134,12 @@ def test_a_gpu_that_only_torch_sees_is_reported_with_what_to_try(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.gpus, machine.silence = [], ("there is no nvidia-smi.", "Install it.")
-    assert choice.find_device(machine.options()) == "cpu"
+    assert choice.choose_device(machine.options()) == "cpu"
     told = "device: cpu, although torch sees 2 GPUs: there is no nvidia-smi. Install it."
     assert told in caplog.text
     caplog.clear()
     machine.torch = TorchFacts(version="2.13.0+cpu")
-    assert choice.find_device(machine.options()) == "cpu"
+    assert choice.choose_device(machine.options()) == "cpu"
     assert not caplog.text
 
 
@@ -184,8 +200,8 @@ def test_a_part_of_a_card_is_planned_for_where_an_engine_keeps_to_it(
 
 
 def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
-    assert choice.find_device(machine.options()) == "cuda:0"
-    assert choice.find_device(machine.options(dtype="int8")) == "cpu"
+    assert choice.choose_device(machine.options()) == "cuda:0"
+    assert choice.choose_device(machine.options(dtype="int8")) == "cpu"
 
 
 def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(

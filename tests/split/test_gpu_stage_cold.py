@@ -13,7 +13,6 @@ from headroom.experts.decode import DecodeWorker
 from headroom.kernels.cuda import handover
 from headroom.kernels.native.module import MODULE
 from headroom.layers.batch import Span
-from headroom.plan.cost_model import DecodeChoice
 from headroom.split.gpu_stage import WARM_UPS
 from tests.experts.cold_layers import decode_store
 from tests.split.test_step_inputs import make, pages
@@ -55,7 +54,8 @@ def worker(gpu: StandInGpu) -> Iterator[NotedWorker]:
     made = NotedWorker("cuda:0")
     store = decode_store(("q8_0",) * 3, (4, 64, 256), hot=[1, 2])
     on_gpu = replace(store, is_hot=store.is_hot.to("cuda:0"))
-    made.add(on_gpu, 2, "silu", DecodeChoice("cpu", (0, 0, 0)))  # type: ignore[arg-type]
+    link = torch.zeros(3, dtype=torch.int32, device="cuda:0")
+    made.add(on_gpu, 2, "silu", link)  # type: ignore[arg-type]
     made.start()
     yield made
     made.close()

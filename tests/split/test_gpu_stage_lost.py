@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.split.pipeline import Pipeline
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
-from tests.stand_in.stage import TableModel, device_engine, settings
+from tests.stand_in.stage import VOCAB, TableModel, device_engine, settings
 
 
 @pytest.fixture
@@ -32,12 +33,17 @@ def test_a_lost_device_ends_the_engine_and_its_requests(gpu: StandInGpu) -> None
     assert [event.finish_reason for event in found] == [None, "error"]
     assert not engine.alive
     assert engine._failure == (
-        "The engine stopped after an error: DeviceError: cuda:0 is lost: CUDA error: an illegal "
+        "The engine stopped after an error: cuda:0 is lost: CUDA error: an illegal "
         "memory access was encountered."
     )
 
 
-def test_memory_of_the_device_is_reported(gpu: StandInGpu) -> None:
-    engine, _ = device_engine(TableModel(), settings())
-    assert engine.stats().memory.device == "cuda:0"
+def test_memory_of_each_device_is_reported(gpu: StandInGpu) -> None:
+    engine, stage = device_engine(TableModel(), settings())
+    planned = {"cuda:0": {"weights": 7, "kv": 5}, "cpu": {"cold_experts": 3}}
+    allocated = {"weights": 6, "cold_experts": 3}
+    on_gpu, on_host = Pipeline(stage, VOCAB, allocated, planned).memory()
+    assert (on_gpu.device, on_gpu.planned_bytes, on_gpu.used_bytes) == ("cuda:0", 12, 6)
+    assert on_gpu.process_bytes == stage.held_bytes()
+    assert (on_host.device, on_host.used_bytes, on_host.process_bytes) == ("cpu", 3, None)
     engine.close()

@@ -29,7 +29,7 @@ def test_progress_goes_from_nothing_to_all_weights_of_the_plan(
     plan = make_plan([model.shape], plan_devices(options), options)
     seen: list[tuple[int, int]] = []
     with caplog.at_level(logging.INFO, "headroom"):
-        start_pipeline(plan, model, lambda done, total: seen.append((done, total)))
+        start_pipeline(plan, model, lambda *told: seen.append(told[:2]))
     lines = plan.devices[0].allocated
     weights = sum(lines.get(line, 0) for line in WEIGHT_LINES)
     done = [bytes_done for bytes_done, _ in seen]
@@ -58,7 +58,16 @@ def test_weights_and_captures_are_timed_apart(
     with stand_in_gpu(monkeypatch, computes=False) as gpu:
         options = Options(context=256, parallel=1)
         plan = make_plan([model.shape], [gpu.card.spec], options)
-        pipeline = start_pipeline(plan, model)
+        seen: list[tuple[int, int, str]] = []
+
+        def note(done: int, total: int, step: str = "loading") -> None:
+            seen.append((done, total, step))
+
+        pipeline = start_pipeline(plan, model, note)
+    captures = [(done, total) for done, total, step in seen if step == "capturing"]
+    assert captures == [(done, len(captures) - 1) for done in range(len(captures))]
+    assert len(captures) > 5
+    assert [step for *_, step in seen] == sorted((step for *_, step in seen), reverse=True)
     lines = plan.devices[0].allocated
     weights = sum(lines.get(line, 0) for line in WEIGHT_LINES)
     times = pipeline.load_times

@@ -55,7 +55,7 @@ def bytes_held(gpu: StandInGpu, plan: Plan, model: ModelDescription, share: floa
     gpu.queues.memory_bytes = 24 * GIB
     held: list[int] = []
 
-    def note(done: int, total: int) -> None:
+    def note(done: int, total: int, what: str = "") -> None:
         if done >= share * total:
             held.append(gpu.queues.held_bytes)
 
@@ -126,3 +126,20 @@ def test_other_errors_at_start_stay_what_they_are(
     gpu.queues.refused_at = 1
     with pytest.raises(StandInError, match="a copy is refused"):
         launch.start_pipeline(plan, model)
+
+
+def test_each_of_two_models_on_a_gpu_reports_its_own_memory(
+    gpu: StandInGpu, plan: Plan, model: ModelDescription
+) -> None:
+    gpu.queues.memory_bytes = 24 * GIB
+    held = [gpu.queues.held_bytes]
+    pipelines = []
+    for _ in range(2):
+        pipelines.append(launch.start_pipeline(plan, model))
+        gc.collect()
+        held.append(gpu.queues.held_bytes)
+    for pipeline, before, after in zip(pipelines, held, held[1:], strict=False):
+        (on_gpu,) = [memory for memory in pipeline.memory() if memory.device == "cuda:0"]
+        assert on_gpu.planned_bytes == sum(plan.devices[0].allocated.values())
+        assert on_gpu.used_bytes == pytest.approx(after - before, rel=0.1)
+        assert on_gpu.process_bytes == torch.cuda.memory_reserved("cuda:0")

@@ -70,7 +70,7 @@ def test_cold_experts_of_a_layer_may_be_shared_between_both_sides(
     monkeypatch.setattr(
         stores,
         "choose_decode",
-        lambda speeds, size, used, *more: DecodeChoice("cpu", (0, *range(used))),
+        lambda speeds, size, used, *more, **rates: DecodeChoice("cpu", (0, *range(used))),
     )
     brought: list[int] = []
     bring = LayerStore.bring
@@ -95,6 +95,7 @@ def test_experts_without_fused_kernels_report_what_cold_ones_cost(
     def look(stage: ModelOnGpu) -> None:
         cold_experts = stage.model.cold_experts
         assert cold_experts is not None
+        assert cold_experts.shares is None  # plain kernels share by a rule that never changes
         read.append(cold_experts.meter.figures())
 
     with stand_in_gpu(monkeypatch):

@@ -19,8 +19,10 @@ from headroom.kernels.cuda import delta_net, experts_prefill, grouped
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount
 from headroom.kernels.cuda.delta_net import span_tables
 from headroom.kernels.cuda.matmul import TILES, narrow_type
+from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.scratch import Arena, frame, opened
 from headroom.kernels.cuda.sizes import tile_bytes
+from headroom.kernels.ops import Picks
 from headroom.kernels.weight import Weight
 from headroom.layers import cuda_block
 from headroom.layers.cuda_rows import MergedLinear
@@ -165,6 +167,11 @@ def no_product(
     return x.new_zeros(len(x), weight.shape[1], dtype=out_dtype) if out is None else out
 
 
+def given_picks(x: torch.Tensor, picks: Picks | RouterLogits) -> Picks:
+    """Stand in for what resolves picks: the GPU takes all of them."""
+    return picks.top_k() if isinstance(picks, RouterLogits) else picks
+
+
 def no_answer(*rows: torch.Tensor) -> None:
     """Stand in for the CPU that computes cold experts."""
 
@@ -204,8 +211,10 @@ def test_every_buffer_of_a_step_is_taken_where_the_planner_counts_it(
         plan, model = made.plan, made.model
         for block in model._blocks:
             for part in block._parts:  # type: ignore[attr-defined]
-                if variant.cold and hasattr(part, "cpu_picks"):  # nothing is computed by a CPU
-                    part.cpu_picks = SimpleNamespace(ask=no_answer, add_answers=no_answer)
+                if variant.cold and hasattr(part, "resolver"):  # nothing is computed by a CPU
+                    part.resolver = SimpleNamespace(
+                        asks_cpu=True, resolve=given_picks, add_answers=no_answer
+                    )
         settings = device_step(model._workspace.stream.shape[1], plan.settings)
         planned = plan.devices[0].allocated["workspace"]
         for spans in STEPS:

@@ -77,11 +77,16 @@ def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixt
 
 
 COLD = {"cold": "gpu", "no_pin": True, "keep_host_copy": True, "swap_every": "64"}
-EXCHANGES = {"swap_bytes": "1GiB", "swap_min_gain": 1.0, "swap_per_layer": 3}
+EXCHANGES = {
+    "swap_bytes": "1GiB",
+    "swap_min_gain": 1.0,
+    "swap_false_chance": 1.0,
+    "swap_per_layer": 3,
+}
 GPU = {"device_memory": "40GiB", "expert_budget": "100%"}
 COLD_FLAGS = (
     "--cold, --no-pin, --keep-host-copy, --swap-every, --swap-bytes, --swap-min-gain, "
-    "--swap-per-layer"
+    "--swap-false-chance, --swap-per-layer"
 )
 
 

@@ -4,26 +4,31 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from headroom.errors import CapacityError
 from headroom.experts.exchange import ExchangePolicy
 from headroom.experts.placement import LayerExperts, load_placement
 from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, StatsModel, load_history
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import ColdMeter, DecodeCounts
+from headroom.options import Options
+from headroom.plan.cost_model import ColdSpeeds
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage import CpuStage
 from headroom.split.upkeep import ExpertUpkeep, open_upkeep
-from headroom.split.upkeep_rules import UpkeepRules
+from headroom.split.upkeep_rules import UpkeepRules, upkeep_rules
 from tests.experts.stores import NotedExchanges, blob_layout, small_store
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.streams import Queues
 
 LAYERS = (LayerExperts(0, 0), LayerExperts(4, 10), LayerExperts(4, 10))
 USED = (0, 2, 2)
-POLICY = ExchangePolicy(min_gain=2.0, per_layer=1)
+POLICY = ExchangePolicy(min_gain=2.0, false_chance=1, per_layer=1)
 
 
 class StatisticsStage(CpuStage):
@@ -134,6 +139,35 @@ def test_between_requests_the_more_chosen_experts_become_hot(gpu: StandInGpu) ->
     assert case.upkeep.due(8, resting=True)  # new tokens, new choices
 
 
+def test_an_exchange_that_takes_longer_than_it_saves_is_not_made(gpu: StandInGpu) -> None:
+    speeds = ColdSpeeds(gpu=1e12, link=1e10, cpu=1e10, handover_s=0.0, copy=1e10)
+    for copy, made in ((1e10, 1), (1.0, 0)):
+        case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
+        assert case.experts is not None
+        case.experts.speeds = replace(speeds, copy=copy)
+        case.choose(1, 3, 9)
+        case.rest(7)
+        assert len(case.experts.exchanged) == made
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_sixteen_conversations_copy_experts_only_if_some_are_really_chosen_more_often(
+    gpu: StandInGpu, skewed: bool
+) -> None:
+    draw, weights = Random(3), (1, 1, 3, 3) if skewed else (1, 1, 1, 1)
+    case = Case(None, cold_half(gpu), upkeep_rules(Options()))
+    assert case.experts is not None
+    for turn in range(1, 41):  # after every 32 tokens of each conversation the engine rests
+        for layer in (1, 2):
+            for expert in draw.choices(range(4), weights, k=16 * 32 * USED[layer]):
+                case.choose(layer, expert, 1)
+        case.rest(turn * 16 * 32)
+    assert (gpu.queues.asked > 0) == skewed
+    wanted = [(1, 2, 0), (1, 2, 1), (1, 3, 0), (1, 3, 1)]
+    assert all(one in wanted for one in case.experts.exchanged if one[0] == 1)
+    assert len(case.experts.exchanged) == (4 if skewed else 0)
+
+
 def test_a_running_request_sees_no_exchange_where_bits_would_change(
     gpu: StandInGpu,
     caplog: pytest.LogCaptureFixture,
@@ -222,6 +256,17 @@ def test_exchanges_within_requests_give_way_where_a_request_would_see_them(gpu: 
     assert experts.placement().hot == ((), (0, 1), (0, 1))
     case.rest(6)
     assert experts.exchanged == [(1, 3, 1)]
+
+
+def test_the_share_of_the_cpu_is_kept_between_all_steps_and_stops_none(gpu: StandInGpu) -> None:
+    followed: list[int] = []
+    case = Case(None, cold_half(gpu), UpkeepRules(swap_every=None))
+    keeper = SimpleNamespace(follow=lambda: followed.append(1))
+    case.pipeline.shares = keeper  # type: ignore[assignment]
+    case.upkeep = ExpertUpkeep(case.pipeline, case.records)
+    for tokens, resting in ((1, False), (2, False), (3, True)):
+        assert not case.look_after(tokens, resting=resting)
+    assert len(followed) == 3
 
 
 def test_choices_are_hits_by_what_was_hot_when_they_were_made(gpu: StandInGpu) -> None:
@@ -422,3 +467,33 @@ def test_experts_that_are_held_nowhere_never_move_and_are_missed_all_the_same(
     assert (ended["hit_rate"], ended["cold_picks"]) == (0.25, 9)
     case.upkeep.close()
     assert load_placement(path, "abc", LAYERS).hot == ((), (0, 1), (0, 1))
+
+
+def test_a_view_shows_picks_and_places_between_two_steps(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
+    case.choose(1, 3, 9)
+    case.choose(2, 0, 2)
+    first, second = case.upkeep.ask_view(), case.upkeep.ask_view()
+    assert first is second  # who asks before it is taken shares it
+    assert case.upkeep.due(0, resting=False)
+    assert case.upkeep.idle_s(0) == 0.0
+    case.look_after(0, resting=False)
+    view = first.result(timeout=0)
+    assert [layer.picks for layer in view.layers] == [(), (0, 0, 0, 9), (2, 0, 0, 0)]
+    assert [layer.hot for layer in view.layers] == [(), *[(True, True, False, False)] * 2]
+    assert [layer.used for layer in view.layers] == list(USED)
+    assert (view.telemetry.hits, view.telemetry.picks) == ((0, 0, 2), (0, 9, 2))
+    assert not case.upkeep.due(0, resting=False)
+    case.rest(7)  # expert 3 of layer 1 becomes hot
+    moved = case.upkeep.ask_view()
+    case.look_after(7, resting=True)
+    assert moved.result(timeout=0).layers[1].hot[3]
+
+
+def test_a_view_that_was_never_taken_is_refused_at_the_end() -> None:
+    for end in ("close", "close_after_error"):
+        case = Case(None, None, UpkeepRules())
+        asked = case.upkeep.ask_view()
+        getattr(case.upkeep, end)()
+        with pytest.raises(CapacityError, match="shutting down"):
+            asked.result(timeout=0)

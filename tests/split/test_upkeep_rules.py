@@ -15,12 +15,13 @@ def test_settings_become_rules() -> None:
         swap_every="64",
         swap_bytes="1MiB",
         swap_min_gain=3,
+        swap_false_chance=0.25,
         swap_per_layer=5,
         save_placement="placed.json",
     )
     assert upkeep_rules(options) == UpkeepRules(
         swap_every=64,
-        policy=ExchangePolicy(min_gain=3, per_layer=5, most_bytes=1 << 20),
+        policy=ExchangePolicy(min_gain=3, false_chance=0.25, per_layer=5, most_bytes=1 << 20),
         placement_path=Path("placed.json"),
     )
     assert upkeep_rules(Options()).swap_every == 0

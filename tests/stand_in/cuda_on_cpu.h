@@ -274,7 +274,8 @@ static unsigned turn(unsigned x) {
 }
 
 // handover.cu: the words that a thread of the host writes, and a clock.
-static void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+static void __threadfence_system() { __threadfence(); }
 static unsigned load_acquire(const unsigned* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
 static void store_release(unsigned* at, unsigned value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 static unsigned long long now_ns() {

@@ -22,7 +22,7 @@ from headroom.kernels import triton
 from headroom.kernels.cuda import attention as cuda_attention
 from headroom.kernels.cuda import compile as cuda_compile
 from headroom.kernels.cuda import driver
-from headroom.kernels.cuda.compile import Code
+from headroom.kernels.cuda.compile import Code, WantedKernel
 from headroom.kernels.triton import attention, matmul
 from headroom.kernels.triton.matmul import TileSizes
 from headroom.layers import draws, host_memory
@@ -100,6 +100,7 @@ class StandInGpu:
         self.driver = Driver(self.queues)
         self.kernels: set[str] = set()  # the names of kernels of CUDA and Triton
         self.codes: list[Code] = []  # sources of CUDA kernels, and their macros
+        self.asked: list[WantedKernel] = []  # the same with their names
         # What late copies read and write must live until they have run: a test that ends before
         # leaves its tensors here.
         self.kept: list[object] = []
@@ -121,6 +122,7 @@ class StandInGpu:
         def found(source: str, name: str, defines: dict[str, int]) -> kernels.Kernel:
             self.kernels.add(name)
             self.codes.append((source, defines))
+            self.asked.append(WantedKernel(source, name, tuple(sorted(defines.items()))))
             return find(source, name, defines)
 
         return found
@@ -293,8 +295,8 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpu: StandInGpu, computes: bool) -
     patch.setattr(matmul, "EXACT", TileSizes(outs=128, rows=16, columns=256, warps=1))
     patch.setattr(attention, "SHORT_QUERIES", 128)
     patch.setattr(attention, "BLOCK_KEYS", 128)
-    # Torch's own mask for causal attention is a tensor of the host that no operation reads.
-    patch.setattr(cuda_attention, "causal_mask", _causal_mask)
+    # Torch's fused kernels for causal attention run on no CPU.
+    patch.setattr(cuda_attention, "attend_causal", _attend_causal)
     # The sampler's kernels take long on a CPU; the plain sampler draws the same tokens.
     patch.setattr(
         draws,
@@ -303,8 +305,13 @@ def _patch_kernels(patch: pytest.MonkeyPatch, gpu: StandInGpu, computes: bool) -
     )
 
 
-def _causal_mask(rows: int, count: int) -> torch.Tensor:
-    return torch.ones(rows, count, dtype=torch.bool, device="cuda").tril(count - rows)
+def _attend_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool
+) -> torch.Tensor:
+    rows, count = q.shape[-2], k.shape[-2]
+    seen = torch.ones(rows, count, dtype=torch.bool, device="cuda").tril(count - rows)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=seen, scale=1.0, enable_gqa=grouped)
 
 
 def _no_driver() -> Driver:

@@ -10,6 +10,7 @@ import torch
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.experts.placement import ExpertPlacement
+from headroom.experts.taps import RouterTap
 from headroom.families.config import AttentionConfig
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import StepTables
@@ -29,7 +30,13 @@ GPU = H200.spec
 class ModelOnGpu:
     """A model whose tensors lie on the stand-in GPU."""
 
-    def __init__(self, checkpoint: Checkpoint, gpu: DeviceSpec = GPU, **settings: object) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        gpu: DeviceSpec = GPU,
+        tap: RouterTap | None = None,
+        **settings: object,
+    ) -> None:
         given = {"context": 256, "parallel": 4, "kv_type": "f32", "dtype": "f32"} | settings
         self.options = options = Options(device="cuda:0", **given)  # type: ignore[arg-type]
         self.described = model = describe(checkpoint)
@@ -44,6 +51,7 @@ class ModelOnGpu:
             self.plan.devices[0],
             self._count,
             _some_hot(self.plan),
+            tap,
         )
         self.rings = _rings(model, self.plan)
 

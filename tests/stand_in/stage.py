@@ -28,8 +28,9 @@ class TableModel:
     """Logits that depend on a row's token and position, and on nothing else."""
 
     routing = None
+    tap = None
+    cold_experts = None
     decode_worker = None
-    to_compile = frozenset()
 
     def __init__(self, capturable: bool = True) -> None:
         self.capturable = capturable

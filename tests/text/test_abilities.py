@@ -7,7 +7,7 @@ from headroom.text.abilities import Abilities
 from tests.synth_models import write_model
 
 
-def test_a_thinking_model_says_so(tmp_path: Path) -> None:
+def test_the_abilities_of_a_thinking_model_name_its_marks(tmp_path: Path) -> None:
     path = write_model("qwen35", "q8_0", tmp_path, few_layers=True)
     abilities = Abilities.of(open_checkpoint(path))
     facts = abilities.reasoning_facts()

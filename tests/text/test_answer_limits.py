@@ -1,4 +1,4 @@
-"""What a conversation asks for becomes limits: formats, tool calls, or either of them."""
+"""Conversations become limits of answers: formats, tool calls, or both."""
 
 import json
 import random
@@ -11,7 +11,14 @@ import pytest
 from headroom.errors import RequestError
 from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
-from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
+from headroom.text.conversation import (
+    Conversation,
+    OutputFormat,
+    Thinking,
+    Tool,
+    ToolChoice,
+    text_tool,
+)
 from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import find_reasoning
 from headroom.text.tool_formats import ToolFormat, find_tool_format
@@ -80,7 +87,7 @@ def test_a_required_call_comes_and_fits_its_schema(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", TOOL_MODELS)
-def test_with_a_format_and_tools_an_answer_is_either(model: str) -> None:
+def test_with_a_format_and_tools_an_answer_is_a_call_or_text_of_the_format(model: str) -> None:
     wanted = chat(tools=(TOOL,), output_format=FORMAT)
     kinds = set()
     for seed in range(12):
@@ -104,7 +111,7 @@ def test_tools_that_need_not_be_called_limit_nothing(choice: ToolChoice) -> None
     assert limits.begin(None) is None
 
 
-def test_without_tools_a_format_stands_alone() -> None:
+def test_without_tools_an_answer_matches_the_format() -> None:
     asked = chat(tools=(TOOL,), tool_choice=ToolChoice(mode="none"), output_format=FORMAT)
     for seed in range(5):
         parts = walk("qwen3", seed, asked)
@@ -112,9 +119,9 @@ def test_without_tools_a_format_stands_alone() -> None:
         jsonschema.validate(json.loads(parts.text), SCHEMA)
 
 
-def test_a_model_without_a_form_of_calls_cannot_be_made_to_call() -> None:
+def test_a_call_cannot_be_required_of_a_model_without_a_call_format() -> None:
     asked = chat(tools=(TOOL,), tool_choice=ToolChoice(mode="required"))
-    with pytest.raises(RequestError, match="no form of tool calls") as refused:
+    with pytest.raises(RequestError, match="cannot write tool calls") as refused:
         AnswerLimits.of(compiler("qwen3"), asked, None, None, prompt="", room=500)
     assert refused.value.param == "tool_choice"
 
@@ -124,6 +131,7 @@ def test_the_tool_whose_schema_cannot_be_compiled_is_named() -> None:
         name="bad",
         strict=True,
         parameters={"type": "object", "properties": {"a": {"not": {"type": "null"}}}},
+        param="tools[1].function.parameters",
     )
     with pytest.raises(RequestError, match=r"at /properties/a: .*not") as refused:
         AnswerLimits.of(
@@ -176,3 +184,24 @@ def test_calls_follow_the_thought() -> None:
         mask = constraint.mask()
         assert mask is None or mask[token // 32] >> (token % 32) & 1
         constraint.advance(token)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen35", "llama3"])
+def test_the_tool_whose_grammar_cannot_be_compiled_is_named(model: str) -> None:
+    asked = chat(
+        tools=(TOOL, text_tool("shell", "", lark="start: nothing", param="tools[1].format"))
+    )
+    with pytest.raises(
+        RequestError, match=r"of the tool 'shell' cannot be used: .*nothing"
+    ) as refused:
+        AnswerLimits.of(compiler(model), asked, None, form_of(model), prompt="", room=500)
+    assert refused.value.param == "tools[1].format"
+
+
+def test_bare_json_takes_a_grammar_of_a_tool_or_a_format() -> None:
+    tool = text_tool("shell", "", lark='start: "ls"')
+    asked = chat(tools=(tool,), output_format=FORMAT)
+    with pytest.raises(RequestError, match="cannot be asked for together") as refused:
+        AnswerLimits.of(compiler("llama3"), asked, None, form_of("llama3"), prompt="", room=500)
+    assert refused.value.param == FORMAT.param
+    AnswerLimits.of(compiler("qwen3"), asked, None, form_of("qwen3"), prompt="", room=500)

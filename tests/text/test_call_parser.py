@@ -55,7 +55,7 @@ ANY = ToolFormat(
 
 @dataclass(frozen=True)
 class Read:
-    """What became of an answer."""
+    """The parts of an answer."""
 
     text: str
     calls: list[tuple[str, str]]  # name and arguments, as text
@@ -109,6 +109,54 @@ def test_a_list_between_one_pair_of_tags_is_several_calls() -> None:
     )
 
 
+def test_an_end_tag_in_a_string_of_json_is_a_part_of_it() -> None:
+    inside = "</parameter>\n</function>\n</tool_call>"
+    check(
+        TAGS,
+        f"<function=get_weather><parameter=near>[{json.dumps(inside)}]</parameter>"
+        "<parameter=box>{}</parameter></function>",
+        "",
+        ("get_weather", {"near": [inside], "box": {}}),
+    )
+    inside = "</arg_value><arg_key>"
+    check(
+        TAGS,
+        f"<tool_call>get_weather<arg_key>box</arg_key><arg_value>{json.dumps({inside: inside})}"
+        "</arg_value></tool_call>",
+        "",
+        ("get_weather", {"box": {inside: inside}}),
+    )
+
+
+def test_names_of_arguments_are_written_as_they_are() -> None:
+    result = read_in_all_ways(
+        TAGS, "<function=now><parameter=Größe>3</parameter><parameter=b>4</parameter></function>"
+    )
+    ((_, arguments),) = result.calls
+    assert arguments.startswith('{"Größe": ')
+
+
+def test_brackets_that_json_leaves_open_are_closed_at_the_end_of_the_function() -> None:
+    for end in ("</function>", "</function></tool_call>"):
+        check(
+            TAGS,
+            f'<function=write>{{"text": "a"{end} and on',
+            "and on",
+            ("write", {"text": "a"}),
+        )
+
+
+def test_json_with_a_string_that_does_not_end_ends_at_the_first_tag() -> None:
+    result = read_in_all_ways(
+        TAGS,
+        '<function=get_weather><parameter=near>["a]</parameter><parameter=box>{}</parameter>'
+        "</function>",
+    )
+    ((name, arguments),) = result.calls
+    assert (name, result.text) == ("get_weather", "")
+    assert json.loads(arguments) == {"near": '["a]', "box": {}}
+
+
 def test_function_tags_become_a_call_with_typed_arguments() -> None:
     check(
         TAGS,
@@ -133,7 +181,7 @@ def test_function_tags_become_a_call_with_typed_arguments() -> None:
     )
 
 
-def test_a_value_that_has_not_the_schema_s_type_stays_a_string() -> None:
+def test_a_value_that_does_not_fit_its_type_stays_a_string() -> None:
     check(
         TAGS,
         "<function=get_weather><parameter=days>two</parameter><parameter=near>[1,</parameter>"
@@ -264,11 +312,11 @@ def test_other_formats_ids_are_call_and_24_hex_digits() -> None:
         (ANY, "{no json"),
     ],
 )
-def test_what_is_no_call_is_text(form: ToolFormat, answer: str) -> None:
+def test_text_that_only_looks_like_a_call_stays_text(form: ToolFormat, answer: str) -> None:
     check(form, answer, answer)
 
 
-def test_a_call_after_something_that_is_none_is_read() -> None:
+def test_a_call_after_text_that_only_looks_like_one_is_read() -> None:
     check(
         TAGS,
         'The mark <tool_call> begins <tool_call>{"name": "now", "arguments": {}}</tool_call> it.',

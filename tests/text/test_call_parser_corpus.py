@@ -1,4 +1,4 @@
-"""CallParser on 200 answers of each family: cut at every byte, the calls are the same."""
+"""CallParser on 200 synthetic answers in each format: cut at every byte, the calls are the same."""
 
 import codecs
 import json
@@ -17,20 +17,13 @@ from headroom.text.tool_formats import ToolFormat, find_tool_format
 from tests.text.tool_corpus import TOOLS, WRITERS, corpus
 from tests.text.tool_models import (
     NATIVE_MODELS,
+    STYLES,
     rendered_answer,
     tool_template,
     tool_tokenizer,
 )
 
-MODEL_OF = {
-    "json_tags": "qwen3",
-    "function_tags": "qwen35",
-    "argument_tags": "laguna",
-    "plain_keys": "gemma4",
-    "bare_json": "llama3",
-    "json_list": "mistral_list",
-    "named_json": "mistral_args",
-}
+MODEL_OF = {style: model for model, style in reversed(STYLES.items())}
 THINK = Reasoning(start="<think>", end="</think>", start_id=0, end_id=1, opened=True)
 
 
@@ -62,28 +55,28 @@ def decoded(pieces: Iterable[bytes]) -> list[str]:
 
 
 @pytest.mark.parametrize("style", WRITERS)
-def test_recorded_answers_give_the_same_calls_byte_by_byte(style: str) -> None:
+def test_answers_give_the_same_calls_byte_by_byte(style: str) -> None:
     form = form_of(style)
-    broken = 0
-    for recorded in corpus(style):
-        answer = recorded.answer
+    unsure = 0
+    for sample in corpus(style):
+        answer = sample.answer
         whole = read(form, [answer])
-        if recorded.calls is not None:
+        if sample.calls is not None:
             calls = [(name, json.loads(arguments)) for name, arguments in whole[2]]
-            assert calls == list(recorded.calls), answer
+            assert calls == list(sample.calls), answer
         else:
-            broken += 1
-        if recorded.text is not None:
-            assert whole[1].strip() == recorded.text, answer
+            unsure += 1
+        if sample.text is not None:
+            assert whole[1].strip() == sample.text, answer
         assert read(form, decoded(bytes([byte]) for byte in answer.encode())) == whole, answer
-    assert 20 < broken < 80
+    assert 5 < unsure < 40
 
 
 def check_cuts(style: str, step: int) -> None:
     """Cut every answer in two, at every byte, and require the calls of the whole answer."""
     form = form_of(style)
-    for recorded in corpus(style)[::step]:
-        whole, data = read(form, [recorded.answer]), recorded.answer.encode()
+    for sample in corpus(style)[::step]:
+        whole, data = read(form, [sample.answer]), sample.answer.encode()
         for place in range(1, len(data)):
             pieces = decoded([data[:place], data[place:]])
             assert read(form, pieces) == whole, pieces
@@ -91,35 +84,35 @@ def check_cuts(style: str, step: int) -> None:
 
 @pytest.mark.parametrize("style", WRITERS)
 def test_answers_give_the_same_calls_wherever_they_are_cut_in_two(style: str) -> None:
-    check_cuts(style, step=10)
+    check_cuts(style, step=41)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", WRITERS)
-def test_all_recorded_answers_give_the_same_calls_wherever_they_are_cut_in_two(style: str) -> None:
+def test_all_answers_give_the_same_calls_wherever_they_are_cut_in_two(style: str) -> None:
     check_cuts(style, step=1)
 
 
 @pytest.mark.parametrize("style", WRITERS)
-def test_recorded_answers_come_the_same_through_tokens(style: str) -> None:
-    """With control tokens as marks, and one token for each other byte."""
+def test_answers_come_the_same_through_tokens(style: str) -> None:
+    """Marks are control tokens here, and every other byte is a token."""
     form, tokenizer = form_of(style), tool_tokenizer(MODEL_OF[style])
-    for recorded in corpus(style, 60):
+    for sample in corpus(style, 60):
         reader = AnswerText(tokenizer, parser=AnswerParser(tools=TOOLS, format=form))
-        parts = [reader.push(token) for token in tokenizer.encode(recorded.answer)]
+        parts = [reader.push(token) for token in tokenizer.encode(sample.answer)]
         parts.append(reader.finish())
         text = "".join(part.text for part in parts)
         calls = join_calls(delta for part in parts for delta in part.calls)
         found = [(call.name, call.arguments) for call in calls]
-        assert ("", text, found) == read(form, [recorded.answer])
+        assert ("", text, found) == read(form, [sample.answer])
 
 
 @pytest.mark.parametrize("style", WRITERS)
 def test_thoughts_before_calls_stay_thoughts(style: str) -> None:
     form = form_of(style)
-    for recorded in corpus(style, 40):
-        _, text, calls = read(form, [recorded.answer])
-        answer = f"\nA <tool_call> or {{}}?\n</think>\n\n{recorded.answer}"
+    for sample in corpus(style, 40):
+        _, text, calls = read(form, [sample.answer])
+        answer = f"\nA <tool_call> or {{}}?\n</think>\n\n{sample.answer}"
         for size in (1, 3, 7, len(answer)):
             pieces = [answer[at : at + size] for at in range(0, len(answer), size)]
             thought, after, found = read(form, pieces, THINK)
@@ -132,8 +125,8 @@ def test_thoughts_before_calls_stay_thoughts(style: str) -> None:
 def test_what_a_template_writes_is_read_back(model: str) -> None:
     form = find_tool_format(tool_tokenizer(model), tool_template(model))
     tried = 0
-    for recorded in corpus(form.name, 120):
-        calls = recorded.calls or ()
+    for sample in corpus(form.name, 120):
+        calls = sample.calls or ()
         if not calls or (form.name == "bare_json" and len(calls) > 1):
             continue
         written = [
@@ -188,11 +181,11 @@ def test_arguments_of_a_call_are_valid_json_so_far() -> None:
     """Each piece of a whole call continues a JSON object, which is complete at the end."""
     for style in WRITERS:
         form = form_of(style)
-        for recorded in corpus(style, 30):
-            if recorded.calls is None:
+        for sample in corpus(style, 30):
+            if sample.calls is None:
                 continue
             parser, parts = AnswerParser(tools=TOOLS, format=form), AnswerParts()
-            for character in recorded.answer:
+            for character in sample.answer:
                 added = parser.push(character)
                 for delta in added.calls:
                     assert bool(delta.name) != bool(delta.arguments)

@@ -1,4 +1,4 @@
-"""ChatRenderer: replayed answers have the model's own tokens, and templates get what they read."""
+"""ChatRenderer: replays answers with the model's own tokens; fits messages to the template."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ WEATHER = Tool(
         "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
     },
 )
-# Answers as models write them, and in no template's exact spelling. The last three have a thought.
+# Answers that no template would spell exactly so. The last three have a thought.
 ANSWERS = {
     "json": [
         '<tool_call>\n{"name":"weather","arguments":{"days":2, "city":"Köln"}}\n</tool_call>',
@@ -69,7 +69,7 @@ STYLES = {
 
 
 class Chat:
-    """A chat with a model whose answers are given, as a client that keeps the history has it."""
+    """A client's chat with a model whose answers the test gives."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, **variables: Any) -> None:
         self.tokenizer = tokenizer
@@ -185,8 +185,8 @@ def test_calls_that_are_not_remembered_are_written_by_the_template(model: str) -
 
 
 @pytest.mark.parametrize("model", TOOL_MODELS)
-def test_a_history_of_other_models_is_taken(model: str) -> None:
-    """Foreign ids, arguments that are no JSON, several calls, results without a name."""
+def test_a_history_with_calls_of_other_models_is_rendered(model: str) -> None:
+    """Foreign ids, arguments that are not JSON, several calls, results without a name."""
     chat = Chat(tool_tokenizer(model), tool_template(model))
     calls = [
         {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": text}}
@@ -255,3 +255,45 @@ def test_variables_cannot_replace_the_messages(name: str) -> None:
     with pytest.raises(RequestError, match=f"the name '{name}'") as caught:
         renderer.render([{"role": "user", "content": "q"}], variables={name: []})
     assert caught.value.param == "chat_template_kwargs"
+
+
+# As some published templates do, it reads one type for each value, and calls itself for others.
+ONE_TYPE = """
+{%- macro kind(spec) %}
+{%- if spec.type in ['string', 'integer', 'boolean'] %}{{- spec.type }}
+{%- elif spec.type == 'object' %}{{- 'map of ' ~ kind(spec.additionalProperties) }}
+{%- else %}{% for one in spec.type %}{{- kind({'type': one}) }}{% endfor %}{% endif %}
+{%- endmacro %}
+{%- for tool in tools or [] %}
+{%- for name, spec in tool.function.parameters.properties | items %}
+{{- name ~ ': ' ~ kind(spec) ~ '. ' }}{% endfor %}{% endfor %}"""
+
+
+def test_schemas_that_the_template_cannot_write_get_one_type_for_each_value() -> None:
+    tokenizer, plain = tool_tokenizer("qwen3"), tool_template("qwen3")
+    chat = Chat(tokenizer, ChatTemplate(ONE_TYPE + plain.source, "", tokenizer.eos_token))
+    chat.messages = [{"role": "user", "content": "Hi."}]
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": ["string", "null"]},
+            "days": {"type": ["null", "integer"]},
+            "more": {"type": "object", "properties": {"x": {"type": "boolean"}}},
+        },
+    }
+    chat.tools = [Tool(name="weather", parameters=schema)]
+    assert chat.prompt()[0].startswith("city: string. days: integer. more: map of . ")
+    # A template that reads lists of types gets them.
+    assert '["string", "null"]' in plain.render(
+        chat.messages, tools=[tool.for_template() for tool in chat.tools]
+    )
+
+
+def test_schemas_that_the_template_cannot_write_at_all_are_refused_with_its_failure() -> None:
+    tokenizer, plain = tool_tokenizer("qwen3"), tool_template("qwen3")
+    chat = Chat(tokenizer, ChatTemplate(ONE_TYPE + plain.source, "", tokenizer.eos_token))
+    chat.messages = [{"role": "user", "content": "Hi."}]
+    schema = {"type": "object", "properties": {"city": {"type": "place"}}}
+    chat.tools = [Tool(name="weather", parameters=schema)]
+    with pytest.raises(RequestError, match="it calls itself without end"):
+        chat.prompt()

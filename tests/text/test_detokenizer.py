@@ -1,4 +1,4 @@
-"""Detokenizer: whole characters, and together the decoded text."""
+"""Detokenizer: pieces are whole characters, and join to the decoded text."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Prompts with a gap, for the tokens that files name or that are known by name."""
+"""Fill-in-the-middle prompts, with tokens that a file names or that are known by name."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ def test_a_files_own_keys_go_first(tmp_path: Path) -> None:
     assert (found.prefix, found.suffix, found.middle) == (5, 6, 7)
 
 
-def test_a_vocabulary_without_such_tokens_fills_no_gaps(tmp_path: Path) -> None:
+def test_a_vocabulary_without_fill_in_tokens_cannot_fill_in(tmp_path: Path) -> None:
     assert find_fill_in(NO_FILE, tokenizer_with(tmp_path, "<|fim_prefix|>")) is None
 
 

@@ -1,4 +1,4 @@
-"""Masks of tokens that hold an answer to a schema, a regular expression, a grammar or a choice."""
+"""Grammars: answers match their schema, regular expression, Lark grammar or choice."""
 
 import json
 import random
@@ -112,6 +112,14 @@ def test_any_stop_token_may_follow_a_complete_answer_for_ever(name: str) -> None
         state.advance(end)
 
 
+def test_a_text_that_spells_a_control_token_is_written_in_plain_tokens() -> None:
+    tokenizer = byte_level()
+    spelled = OutputFormat(kind="choice", value=["a<|end|>b"])
+    state = compiler(tokenizer).compile([spelled]).begin()
+    write(tokenizer, state, "a<|end|>b")
+    assert allowed(state.mask()) == tokenizer.stop_ids
+
+
 def test_control_tokens_and_unused_rows_are_never_text() -> None:
     made = compiler()
     tokenizer = made.tokenizer
@@ -196,7 +204,7 @@ def test_vocabularies_with_blank_marks_write_valid_answers(
     assert chosen == {"hello world", "he"}
 
 
-def test_the_blank_that_decoding_keeps_is_no_part_of_an_answer() -> None:
+def test_an_answer_that_continues_text_does_not_begin_with_a_blank() -> None:
     tokenizer = Tokenizer.from_vocabulary(sentencepiece_vocabulary())
     wanted, made = [OutputFormat(kind="choice", value=["hello"])], compiler(tokenizer)
     blank = {" ", " h", " he", " hello"}
@@ -223,6 +231,31 @@ def test_white_space_after_a_thought_may_come_before_the_answer() -> None:
     double = made.tokenizer.find("ĊĊ")
     assert double in allowed(grammar.begin().mask())
     assert double not in allowed(made.compile([schema_format(PERSON)]).begin().mask())
+
+
+def test_a_grammar_goes_on_from_the_first_words_of_an_answer_wherever_they_end() -> None:
+    made = compiler()
+    text = '{"name": "Adé", "age": 12}'
+    for cut in range(len(text) + 1):
+        grammar = made.compile([schema_format(PERSON)], continues=True, begun=text[:cut])
+        written = made.compile([schema_format(PERSON)]).begin()
+        write(made.tokenizer, written, text[:cut])
+        assert allowed(grammar.begin().mask()) == allowed(written.mask())
+        rest = grammar.begin()
+        write(made.tokenizer, rest, text[cut:])
+        assert rest.may_end
+
+
+@pytest.mark.parametrize(
+    ("begun", "matches"), [('{"name": 3', 9), ("Sure: {", 0), ('{"name": "A", "age": 1} ', 23)]
+)
+def test_first_words_that_do_not_match_are_refused_with_how_far_they_do(
+    begun: str, matches: int
+) -> None:
+    told = f"only its first {matches} of {len(begun)} characters do"
+    with pytest.raises(RequestError, match=told) as caught:
+        compiler().compile([schema_format(PERSON)], continues=True, begun=begun)
+    assert caught.value.param == "response_format"
 
 
 def test_answers_of_one_grammar_do_not_share_a_state() -> None:
@@ -302,7 +335,7 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
                     {"items": {"multipleOf": 99_991}},
                 ]
             },
-            "200,019 in sum",
+            "add up to 200,019",
         ),
         ("choice", ["\ud800"], "list of choices cannot be used"),
         ("lark", "start: start", "no answer can match"),
@@ -313,6 +346,14 @@ def test_what_cannot_be_compiled_is_refused(kind: Any, value: Any, reason: str) 
     with pytest.raises(RequestError, match=reason) as refused:
         compiler().compile([OutputFormat(kind=kind, value=value, param="text.format")])
     assert refused.value.param == "text.format"
+
+
+def test_a_panic_of_the_compiler_is_a_refusal_without_its_backtrace() -> None:
+    schema = {"type": "object", "required": "🙂" * 40}  # cut within a character for a message
+    with pytest.raises(RequestError, match="at its root: panic: ") as refused:
+        compiler().compile([schema_format(schema)])
+    assert "backtrace" not in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:

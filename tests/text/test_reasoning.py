@@ -11,7 +11,7 @@ from headroom.text.spelling import BYTE_OF
 from headroom.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Why? <think>"}]
-# What the published templates do with the last turn, and nothing else of them.
+# Only what the published templates do with the last turn.
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
@@ -98,11 +98,11 @@ def test_a_prompt_says_whether_the_answer_begins_inside_a_thought(
     assert found.is_open(template.render(CHAT, **variables)) is opened
 
 
-def test_a_model_whose_template_closes_no_thought_does_not_think() -> None:
+def test_a_model_whose_template_has_no_end_mark_does_not_think() -> None:
     assert found_in("{{ messages[0].content }}", *THINK, *CHANNEL)[0] is None
 
 
-def test_marks_that_are_no_tokens_are_no_marks() -> None:
+def test_marks_must_be_single_tokens() -> None:
     assert found_in(QWEN3)[0] is None
     assert found_in(QWEN3, "<think>")[0] is None
 

@@ -1,4 +1,4 @@
-"""StopFinder: the same text shown, however the text is cut."""
+"""StopFinder: the shown text does not depend on how the text is cut into pieces."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Budgets of thoughts: tiers, the end that is forced, and a grammar after the thought."""
+"""Thought budgets: efforts, the forced end of a thought, and a grammar after it."""
 
 import random
 from typing import Any
@@ -15,7 +15,7 @@ from headroom.text.grammar import GrammarCompiler
 from headroom.text.reasoning import Reasoning, find_reasoning
 from headroom.text.spelling import BYTE_OF
 from headroom.text.thought_budget import (
-    EFFORTS,
+    EFFORT_SHARES,
     AnswerConstraint,
     closing_tokens,
     resolve_effort,
@@ -23,7 +23,7 @@ from headroom.text.thought_budget import (
 )
 from headroom.text.tokenizer import Tokenizer
 
-# What the published templates write around a thought, and nothing else of them.
+# Only what the published templates write around a thought.
 QWEN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -97,7 +97,7 @@ def push(constraint: Any, text: str) -> None:
 
 
 def forced(constraint: Any) -> str:
-    """Take the tokens that are the only ones that may come, and return their text."""
+    """Take tokens while only one is allowed, and return their text."""
     taken = []
     while (free := allowed(constraint)) is not None and len(free) == 1:
         taken += list(free)
@@ -114,7 +114,7 @@ def test_the_template_says_how_a_model_ends_its_thought(source: str, closing: st
     assert TOKENS.decode(closing_tokens(found, TOKENS)) == closing
 
 
-def test_a_template_that_tells_nothing_leaves_the_bare_mark() -> None:
+def test_if_the_template_leaves_out_thoughts_the_mark_alone_ends_them() -> None:
     source = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
     assert reasoning(source).closing == "</think>"
     assert reasoning("{{ raise_exception('no') }}{# </think> #}").closing == "</think>"
@@ -145,7 +145,7 @@ def test_without_a_budget_for_thoughts_the_prompt_s_thought_ends_at_once() -> No
     assert forced(constraint) == "\n</think>\n\n"
 
 
-def test_a_thought_that_a_client_refuses_and_the_prompt_opens_all_the_same_ends_at_once() -> None:
+def test_a_thought_that_the_prompt_opens_although_the_client_wants_none_ends_at_once() -> None:
     constraint = begin(limits(Thinking(enabled=False)))
     assert forced(constraint) == "\n</think>\n\n"
 
@@ -179,7 +179,7 @@ def test_only_tokens_near_the_end_of_a_budget_may_be_limited() -> None:
     assert begin(limits(Thinking(budget=50), CHOICE)).may_limit(0)
 
 
-def test_nothing_is_limited_where_nothing_is_asked_for() -> None:
+def test_without_a_budget_or_a_grammar_nothing_is_limited() -> None:
     assert limits(Thinking()).begin(None) is None
     assert limits(Thinking(enabled=True), opened=False).begin(7) is None
 
@@ -280,7 +280,7 @@ def test_budgets_follow_from_tiers_and_leave_room_for_a_reply(
 
 def test_more_effort_never_thinks_less() -> None:
     for answer in (0, 1, 7, 100, 5000, 200_000):
-        found = [thought_tokens(Thinking(effort=name), answer) for name in EFFORTS]
+        found = [thought_tokens(Thinking(effort=name), answer) for name in EFFORT_SHARES]
         assert found == sorted(found)  # type: ignore[type-var]
 
 

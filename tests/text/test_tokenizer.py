@@ -4,7 +4,7 @@ import json
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import regex
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Coder
 from tokenizers.pre_tokenizers import Digits
 from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoTokenizer
 
@@ -23,6 +24,7 @@ from headroom.text.tokenizer import Tokenizer
 from tests.text.reference_bpe import NO_SPACE, SPACE, ByteLevelReference, byte_letters
 from tests.text.small_vocabularies import gemma_vocabulary, sentencepiece_vocabulary
 from tests.text.text_corpus import corpus_lines
+from tests.tiny import byte_tokenizer
 
 LINES = corpus_lines()
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -257,6 +259,24 @@ def test_a_whole_text_ends_with_eos_as_the_file_says_and_never_twice() -> None:
     assert ending.encode_whole("hello</s>") == [*plain.encode("hello"), 2]
 
 
+@pytest.mark.parametrize(
+    "single", ["$A", "<|im_start|> $A", "$A <|im_end|>", "<|im_start|> $A <|im_end|>"]
+)
+def test_what_a_tokenizer_file_puts_around_a_text_is_put_around_it(
+    tmp_path: Path, single: str
+) -> None:
+    coder = byte_tokenizer()
+    marks = ("<|im_start|>", "<|im_end|>")
+    coder.add_special_tokens(list(marks))
+    coder.post_processor = TemplateProcessing(
+        single=single, special_tokens=[(mark, coder.token_to_id(mark)) for mark in marks]
+    )
+    coder.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(tmp_path / "tokenizer.json", {"bos_token": marks[0]})
+    for text in ("a", "hello", "A b"):
+        assert tokenizer.encode_whole(text) == coder.encode(text).ids
+
+
 def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
     assert (smollm2.bos_token, smollm2.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert (smollm2.bos_id, smollm2.eos_id, smollm2.stop_ids) == (1, 2, frozenset({0, 2}))
@@ -354,3 +374,40 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
     with pytest.raises(ModelError, match="decodes by nothing, which is not supported"):
         Tokenizer.from_file(path, {})
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        {"type": "ByteFallback"},
+        {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never", "split": False},
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    ],
+    ids=lambda decoder: decoder["type"],
+)
+def test_each_way_of_decoding_alone_is_enough(tmp_path: Path, decoder: dict[str, Any]) -> None:
+    path = tmp_path / "tokenizer.json"
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    path.write_text(json.dumps({"model": model, "decoder": decoder}))
+    assert Tokenizer.from_file(path, {}).decode([1, 0]) == "ba"
+
+
+@pytest.mark.parametrize("token", [-1, 300, 10**30])
+def test_an_end_token_outside_the_vocabulary_is_refused_with_the_numbers(
+    tmp_path: Path, token: int
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    for ids in ([token], [256, token]):
+        with pytest.raises(ModelError, match=rf"eos_token_id is {token}, and there are 300 tokens"):
+            Tokenizer.from_file(path, {"eos_token_ids": ids}, rows=300)
+    assert Tokenizer.from_file(path, {"eos_token_ids": [299]}, rows=300).eos_id == 299
+
+
+def test_an_error_of_the_tokenizer_library_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"version": "1.0", "truncation": "' + "x" * 10_000 + '"}')
+    with pytest.raises(FormatError, match="is not a tokenizer file") as caught:
+        Tokenizer.from_file(path, {})
+    assert len(str(caught.value)) < 500

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headroom.text.tokenizer import Tokenizer
-from headroom.text.vocabulary_coder import merges_from_scores
 from tests.text.reference_bpe import sentencepiece_encode
 from tests.text.small_vocabularies import gemma_vocabulary, sentencepiece_vocabulary
 
@@ -39,18 +38,6 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
     expected = sentencepiece_encode(marked, vocabulary.tokens, vocabulary.scores)
     assert tokenizer.encode(text, add_bos=False) == expected
     assert tokenizer.decode(expected) == text
-
-
-def test_merges_come_by_score_then_by_the_longer_left_part() -> None:
-    tokens, scores = ["a", "aa", "aaa", "b", "ab"], [0.0, -2.0, -1.0, 0.0, -1.0]
-    assert merges_from_scores(tokens, [], scores) == [
-        ("aa", "a"),
-        ("a", "aa"),
-        ("a", "b"),
-        ("a", "a"),
-    ]
-    # Control tokens are neither made nor parts of others.
-    assert merges_from_scores(tokens, [1, 3, 1, 1, 1], scores) == [("a", "b")]
 
 
 def test_sentencepiece_without_blank_prefix_adds_and_drops_none() -> None:

@@ -1,4 +1,4 @@
-"""Formats of tool calls are found in chat templates and vocabularies."""
+"""Tool-call formats are recognised by chat template and vocabulary."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_a_model_without_a_template_has_the_general_format() -> None:
     assert (form.name, form.native, form.begins_bare) == ("json_tags", False, True)
 
 
-def test_markup_that_is_tokens_is_named() -> None:
+def test_markup_that_is_single_tokens_is_listed_with_its_ids() -> None:
     tokenizer = tool_tokenizer("gemma4")
     form = find_tool_format(tokenizer, tool_template("gemma4"))
     names = {tokenizer.token_text(token) for token in form.marks}
@@ -42,7 +42,7 @@ def test_markup_that_is_tokens_is_named() -> None:
     assert visible.control == {}
 
 
-def test_marks_of_the_vocabulary_alone_make_no_format() -> None:
+def test_marks_in_the_vocabulary_do_not_make_a_format_without_the_template() -> None:
     form = find_tool_format(tool_tokenizer("qwen3"), ChatTemplate("{{ messages }}", "", ""))
     assert not form.native
 

@@ -15,7 +15,7 @@ from headroom.text.answer_limits import compile_chat
 from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
 from headroom.text.conversation import Conversation, OutputFormat, Tool, ToolChoice
 from headroom.text.grammar import GrammarCompiler
-from headroom.text.tool_formats import _KNOWN, ToolFormat, find_tool_format
+from headroom.text.tool_formats import KNOWN_FORMATS, ToolFormat, find_tool_format
 from headroom.text.tool_grammars import tool_grammar
 from tests.text.tool_models import (
     NATIVE_MODELS,
@@ -88,11 +88,22 @@ class Walker:
         assert not matcher.is_error(), (matcher.get_error(), grammar)
         return matcher
 
-    def walk(self, grammar: str, dice: random.Random, most: int = 3000) -> str | None:
+    def walk(
+        self,
+        grammar: str,
+        dice: random.Random,
+        most: int = 3000,
+        texts: Sequence[str] = (),  # now and then one of these comes at once, where it may
+    ) -> str | None:
         """Return an answer; None if it does not end."""
         matcher = self.start(grammar)
         text = b""
         for _ in range(most):
+            if texts and dice.random() < 0.2:
+                ids = self.tokenizer.encode(dice.choice(texts))
+                if matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids):
+                    text += b"".join(self._tokens.tokens[token] for token in ids)
+                    continue
             allowed = self._allowed(matcher)
             if self._tokens.eos_token_id in allowed and dice.random() < 0.7:
                 return text.decode(errors="replace")
@@ -190,8 +201,8 @@ def answer_of(model: str, arguments: dict[str, Any]) -> str:
     return rendered_answer(model, {"role": "assistant", "content": "", "tool_calls": [call]})
 
 
-def test_without_need_there_is_no_grammar() -> None:
-    form = _KNOWN[0][1]
+def test_an_answer_that_may_be_anything_has_no_grammar() -> None:
+    form = KNOWN_FORMATS[0]
     assert tool_grammar(form, (), REQUIRED) is None
     assert tool_grammar(form, TOOLS, ToolChoice()) is None
     assert tool_grammar(form, TOOLS, ToolChoice(mode="none")) is None
@@ -199,7 +210,7 @@ def test_without_need_there_is_no_grammar() -> None:
 
 def test_a_choice_that_names_no_tool_is_refused() -> None:
     with pytest.raises(RequestError, match="no tool has that name") as caught:
-        tool_grammar(_KNOWN[0][1], TOOLS, ToolChoice(mode="required", name="rm"))
+        tool_grammar(KNOWN_FORMATS[0], TOOLS, ToolChoice(mode="required", name="rm"))
     assert caught.value.param == "tool_choice"
 
 

@@ -1,4 +1,4 @@
-"""ToolMemory: finds answers by their calls, and forgets within its bounds."""
+"""ToolMemory: finds answers by their calls, and drops old ones at its limits."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,13 @@ def answer(call_id: str, *, size: int = 10) -> RememberedAnswer:
         ToolCall(id=f"{call_id}-2", name="g", arguments='{"broken'),
     )
     return RememberedAnswer(
-        prompt_end="", tokens=(1,), raw="x" * size, rest=0, thought="", text="Hm. ", calls=calls
+        prompt_end="",
+        tokens=(1,),
+        raw="x" * size,
+        after_thought=0,
+        thought="",
+        text="Hm. ",
+        calls=calls,
     )
 
 
@@ -53,7 +59,7 @@ def test_a_message_that_was_changed_is_not_replayed(changes: dict[str, Any]) -> 
 
 
 def test_the_least_recently_used_answers_are_forgotten() -> None:
-    memory = ToolMemory(entries=2)
+    memory = ToolMemory(max_answers=2)
     for call_id in ("a", "b"):
         memory.remember(answer(call_id))
     assert memory.find(message("a")) is not None
@@ -65,7 +71,7 @@ def test_the_least_recently_used_answers_are_forgotten() -> None:
 
 def test_memory_is_bounded_in_bytes_and_counts_replaced_answers_once() -> None:
     size = answer("a", size=1000).bytes
-    memory = ToolMemory(size=3 * size)
+    memory = ToolMemory(max_bytes=3 * size)
     for call_id in "aaabcde":
         memory.remember(answer(call_id, size=1000))
         assert memory.bytes == len(memory) * size <= 3 * size
@@ -77,7 +83,9 @@ def test_memory_is_bounded_in_bytes_and_counts_replaced_answers_once() -> None:
 def test_only_answers_with_calls_are_kept() -> None:
     memory = ToolMemory()
     keep = memory.keeper("The prompt.\n")
-    written = WrittenAnswer(tokens=[5, 6], raw="raw", rest=0, parts=AnswerParts(text="raw"))
+    written = WrittenAnswer(
+        tokens=[5, 6], raw="raw", after_thought=0, parts=AnswerParts(text="raw")
+    )
     keep(written)
     assert len(memory) == 0
     calls = (CallDelta(index=0, id="a", name="f"), CallDelta(index=0, arguments="{}"))

@@ -1,12 +1,17 @@
-"""Answers with tool calls as models write them: 200 of each family, the same in every run."""
+"""Synthetic answers with tool calls: 200 in each format, the same in every run.
+
+No real model wrote them. What real templates of these formats write is compared with what is read
+by `test_call_parser_templates.py`.
+"""
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headroom.text.conversation import Tool
+from tests.text.tool_models import STYLES, rendered_answer
 
 Call = tuple[str, dict[str, Any]]  # name and arguments
 
@@ -69,40 +74,230 @@ _THOUGHTS = ("The user wants a file.", "Hm … maybe {x}?\nI need <tools>.", "�
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class SyntheticAnswer:
     """One answer, and what must be read from it."""
 
     answer: str
-    calls: tuple[Call, ...] | None  # None: the answer is broken, and only cuts are compared
-    text: str | None = None  # what remains besides white space; None: not known
+    calls: tuple[Call, ...] | None  # None: not certain, and only cuts are compared
+    text: str | None = None  # what remains besides white space; None: not certain
 
 
-def corpus(style: str, count: int = 200) -> list[Recorded]:
-    """Return the recorded answers of a family."""
-    return [_recorded(style, random.Random(f"{style} {number}")) for number in range(count)]
+def corpus(style: str, count: int = 200) -> list[SyntheticAnswer]:
+    """Return synthetic answers in a format; they are the same in every run.
+
+    Of four answers two are written by a chat template of the format (the template is what says how
+    a call is spelled, not this file), one in other spellings that models use, and one has a mistake
+    of the kinds that models make.
+    """
+    return [_answer(style, number) for number in range(count)]
 
 
-def _recorded(style: str, dice: random.Random) -> Recorded:
-    before, after = dice.choice(_TEXTS), dice.choice(("", "", "", "\nDone.", " Ok?"))
-    many = dice.choice((1, 1, 2, 3))
+def _answer(style: str, number: int) -> SyntheticAnswer:
+    dice = random.Random(f"{style} {number}")
+    many = 1 if style == "bare_json" else dice.choice((1, 1, 2, 3))
     calls = tuple(_call(dice, style) for _ in range(many))
+    if number % 4 < 2:
+        return _rendered(style, calls, dice)
+    if number % 4 == 2:
+        return _spelled(style, calls, dice)
+    mistakes = [mistake for mistake in MISTAKES if style in mistake.styles]
+    return mistakes[number // 4 % len(mistakes)].write(style, calls, dice)
+
+
+def _rendered(style: str, calls: tuple[Call, ...], dice: random.Random) -> SyntheticAnswer:
+    """Return an answer as a template of the format writes it into the history."""
+    model = dice.choice([model for model, form in STYLES.items() if form == style])
+    words = dice.choice(_TEXTS).strip()
+    message = {
+        "role": "assistant",
+        "content": words,
+        "tool_calls": [
+            {"id": "aB3dE6gH9", "type": "function", "function": {"name": name, "arguments": values}}
+            for name, values in calls
+        ],
+    }
+    answer = rendered_answer(model, message)
+    shown = words if words and words in answer else ""  # some templates show no text beside calls
+    return SyntheticAnswer(answer, calls, shown)
+
+
+def _spelled(style: str, calls: tuple[Call, ...], dice: random.Random) -> SyntheticAnswer:
+    """Return an answer in one of the other spellings that models use."""
+    before, after = dice.choice(_TEXTS), dice.choice(("", "", "", "\nDone.", " Ok?"))
     if style == "bare_json":
         before, after = "", ""
-    written = WRITERS[style](calls, dice)
-    answer = before + written + after
+        calls += tuple(_call(dice, style) for _ in range(dice.choice((0, 1))))
     text = before.strip() + (after if before.strip() else after.strip())
-    kind = dice.random()
-    if kind < 0.7:
-        return Recorded(answer, calls, text.strip())
-    if kind < 0.8:  # cut off
-        return Recorded(answer[: dice.randrange(len(before), len(answer))], None)
-    if kind < 0.9:  # no tool has this name
-        wrong = tuple(("no_such_tool", arguments) for _, arguments in calls)
-        return Recorded(before + WRITERS[style](wrong, dice) + after, ())
-    place = dice.randrange(len(answer))  # something is missing or too much
-    return Recorded(
-        answer[:place] + dice.choice(("", '"', "}", "<", "\n]")) + answer[place + 1 :], None
-    )
+    return SyntheticAnswer(before + WRITERS[style](calls, dice) + after, calls, text.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A mistake that models make in their calls."""
+
+    write: Callable[[str, tuple[Call, ...], random.Random], SyntheticAnswer]
+    styles: frozenset[str]  # the formats in which it is made
+
+
+MISTAKES: list[Mistake] = []
+_JSON_STYLES = ("json_tags", "bare_json", "json_list", "named_json")
+_TAG_STYLES = ("json_tags", "function_tags", "argument_tags")
+_NESTED = (
+    *("<tool_call>", "</tool_call>x", "a</parameter>b", "<function=edit>", "</arg_value>;"),
+    *("[TOOL_CALLS]", "[ARGS]{}", '{"name": "edit", "arguments": {}}', "<think>", "\n</function>"),
+)
+
+
+def _mistake(*styles: str) -> Callable[[Any], Any]:
+    def add(write: Any) -> Any:
+        MISTAKES.append(Mistake(write, frozenset(styles or STYLES.values())))
+        return write
+
+    return add
+
+
+def _written(style: str, calls: tuple[Call, ...]) -> str:
+    """Return calls as the first template of a format writes them."""
+    return "".join(_blocks(style, calls))
+
+
+def _blocks(style: str, calls: tuple[Call, ...]) -> list[str]:
+    model = next(model for model, form in STYLES.items() if form == style)
+    blocks = []
+    for name, values in calls:
+        function = {"name": name, "arguments": values}
+        call = {"id": "aB3dE6gH9", "type": "function", "function": function}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        blocks.append(rendered_answer(model, message).strip("\n"))
+    return blocks
+
+
+@_mistake()
+def _is_cut_off(style: str, calls: tuple[Call, ...], dice: random.Random) -> SyntheticAnswer:
+    whole = f"{dice.choice(_TEXTS)}{_written(style, calls[:1])}"
+    return SyntheticAnswer(whole[: dice.randrange(1, len(whole))], None)
+
+
+@_mistake()
+def _calls_an_unknown_tool(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    name, values = calls[0]
+    return SyntheticAnswer(_written(style, ((f"{name}_{dice.randrange(9)}", values),)), ())
+
+
+@_mistake()
+def _has_a_wrong_character(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    whole = _written(style, calls[:1])
+    place = dice.randrange(len(whole))
+    wrong = dice.choice(("", '"', "}", "<", "\n]", "'", "\\"))
+    return SyntheticAnswer(whole[:place] + wrong + whole[place + 1 :], None)
+
+
+@_mistake("json_tags", "function_tags", "plain_keys")
+def _forgets_the_end_mark(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    end = "<tool_call|>" if style == "plain_keys" else "</tool_call>"
+    *before, last = _blocks(style, calls)
+    gap = dice.choice(("", "\n")) if style != "plain_keys" else ""
+    return SyntheticAnswer(gap.join([*before, last.removesuffix(end)]), calls, "")
+
+
+@_mistake("function_tags")
+def _forgets_the_start_mark(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    blocks = [block.removeprefix("<tool_call>\n") for block in _blocks(style, calls)]
+    return SyntheticAnswer(dice.choice(_TEXTS) + "\n".join(blocks), calls)
+
+
+@_mistake(*_TAG_STYLES)
+def _repeats_the_end_mark(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    gap = dice.choice(("", "\n"))
+    return SyntheticAnswer(f"{_written(style, calls)}{gap}</tool_call>", calls)
+
+
+@_mistake(*_TAG_STYLES, "plain_keys", "named_json")
+def _writes_calls_without_a_break(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    many = (*calls, *(_call(dice, style) for _ in range(2)))
+    return SyntheticAnswer(_written(style, many), many, "")
+
+
+@_mistake(*_TAG_STYLES, "plain_keys")
+def _writes_text_between_calls(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    first, second = _blocks(style, (calls[0], calls[-1]))
+    words = dice.choice(("Then:", "und dann – 👍", "1 < 2; {x}", "```"))
+    gap = dice.choice(("\n", " ", "\n\n"))
+    return SyntheticAnswer(f"{first}{gap}{words}{gap}{second}", (calls[0], calls[-1]), words)
+
+
+@_mistake(*_TAG_STYLES, "plain_keys", "json_list", "named_json")
+def _puts_calls_into_a_fence(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    fence = dice.choice(("```", "```json", "```xml"))
+    answer = f"{fence}\n{_written(style, calls[:1])}\n```"
+    return SyntheticAnswer(answer, calls[:1], None)
+
+
+@_mistake(*_TAG_STYLES, *_JSON_STYLES)
+def _writes_markup_in_a_string(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    values = {"path": dice.choice(_NESTED), "new": dice.choice(_NESTED) + dice.choice(_STRINGS)}
+    call = ("edit", values)
+    return SyntheticAnswer(_written(style, (call,)), (call,), "")
+
+
+@_mistake(*_JSON_STYLES)
+def _writes_a_comma_too_many(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    call = ("read_file", {"path": dice.choice(_STRINGS), "offset": dice.randrange(99)})
+    whole = _written(style, (call,))
+    place = whole.rindex({"named_json": "}", "json_list": '}, "id"'}.get(style, "}}"))
+    return SyntheticAnswer(f"{whole[:place]},{whole[place:]}", (call,), "")
+
+
+@_mistake("json_tags", "bare_json", "json_list")
+def _writes_arguments_as_a_text(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    name, values = calls[0]
+    inner = json.dumps(values, ensure_ascii=dice.random() < 0.5)
+    key = "parameters" if style == "bare_json" else "arguments"
+    entry = json.dumps({"name": name, key: inner}, ensure_ascii=False)
+    whole = {
+        "json_tags": f"<tool_call>\n{entry}\n</tool_call>",
+        "bare_json": entry,
+        "json_list": f"[TOOL_CALLS][{entry}]",
+    }[style]
+    return SyntheticAnswer(whole, calls[:1], "")
+
+
+@_mistake(*_JSON_STYLES)
+def _writes_python_instead_of_json(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    name, values = calls[0]
+    key = "parameters" if style == "bare_json" else "arguments"
+    entry = str({"name": name, key: values})
+    whole = {
+        "json_tags": f"<tool_call>\n{entry}\n</tool_call>",
+        "bare_json": entry,
+        "json_list": f"[TOOL_CALLS][{entry}]",
+        "named_json": f"[TOOL_CALLS]{name}[ARGS]{values}",
+    }[style]
+    return SyntheticAnswer(whole, None)
 
 
 def _call(dice: random.Random, style: str) -> Call:

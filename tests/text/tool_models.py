@@ -241,6 +241,17 @@ _MODELS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...], str]] = {
     "plain": (PLAIN, (), ("<|im_start|>", "<|im_end|>"), "<|im_end|>\n"),
 }  # fmt: skip
 TOOL_MODELS = tuple(_MODELS)
+# The format of each template that has one of its own.
+STYLES: Mapping[str, str] = {
+    "qwen3": "json_tags",
+    "qwen35": "function_tags",
+    "laguna": "argument_tags",
+    "laguna_control": "argument_tags",
+    "gemma4": "plain_keys",
+    "llama3": "bare_json",
+    "mistral_list": "json_list",
+    "mistral_args": "named_json",
+}
 NATIVE_MODELS = tuple(model for model in _MODELS if model != "plain")  # templates with tools
 
 

@@ -31,7 +31,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 HEADS = 4096  # sets of scales from which each block of a tensor takes one at random
-LEVELS = 65536  # different values of a plain tensor: one for each 16 random bits
+PLAIN_LEVELS = 65536  # different values of a plain tensor: one for each 16 random bits
 
 # Spread of the values of a block of random bits whose scales are 1.
 SPREAD = {
@@ -107,7 +107,9 @@ def _bits(source: np.random.Generator, size: int) -> Bytes:
 @cache
 def _quantiles() -> Floats:
     normal = NormalDist()
-    return np.array([normal.inv_cdf((i + 0.5) / LEVELS) for i in range(LEVELS)], np.float32)
+    return np.array(
+        [normal.inv_cdf((i + 0.5) / PLAIN_LEVELS) for i in range(PLAIN_LEVELS)], np.float32
+    )
 
 
 @cache

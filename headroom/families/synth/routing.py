@@ -20,7 +20,7 @@ from headroom.families.synth.blocks import Floats, random_source
 
 CHANNELS = 256  # of the beacon; whole blocks of every type
 BEACON_POWER = 8.0  # mean square of the beacon over all channels; that of the others is 1
-SHOWN = 0.25  # value of the beacon behind the norm that routers and experts read
+BEACON = 0.25  # value of the beacon behind the norm that routers and experts read
 _TOKENS = 4096  # random tokens by which the head start is measured
 _STEPS = 30  # bisection steps of that measurement
 _SCATTER = 0x5CA77E12  # keeps these random numbers apart from those of a model's values
@@ -63,7 +63,7 @@ class Skew:
         if name.endswith(("attn_norm.weight", "output_norm.weight")):
             return self._norm(values, 0.0)
         if name.endswith(("ffn_norm.weight", "post_attention_norm.weight")):
-            return self._norm(values, SHOWN)
+            return self._norm(values, BEACON)
         if name.endswith("ffn_gate_inp.weight"):
             return self._router(values, self._hot_of(name, values, seed))
         return values
@@ -82,7 +82,7 @@ class Skew:
         """Return a router whose rows of hot experts read the beacon."""
         changed = values.copy()
         changed[:, : self.channels] = 0
-        changed[hot, : self.channels] = self.start / (self.channels * SHOWN)
+        changed[hot, : self.channels] = self.start / (self.channels * BEACON)
         return changed
 
     def _plus_start(self, values: Floats, hot: Places) -> Floats:

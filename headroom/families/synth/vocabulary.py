@@ -7,12 +7,12 @@ import numpy as np
 from headroom.errors import OptionError
 from headroom.families.family import Recipe, TokenizerKind
 from headroom.families.registry import find_family
-from headroom.formats.gguf_writer import Value
+from headroom.formats.gguf_writer import GgufValue
 from headroom.formats.vocabulary import BLANK_MARK, SPECIAL_TOKENS, Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 # Words whose pieces become tokens, so that text is not read byte by byte.
-WORDS = (
+ENGLISH_WORDS = (
     "the", "and", "ing", "tion", "that", "have", "for", "not", "with", "you", "this", "but",
     "his", "from", "they", "say", "her", "she", "will", "one", "all", "would", "there", "their",
     "what", "out", "about", "who", "get", "which", "when", "make", "can", "like", "time", "just",
@@ -56,9 +56,9 @@ def tokenizer_kind(recipe: Recipe) -> TokenizerKind:
     return find_family(recipe.family).synthesis.tokenizer(recipe.dims.vocab)
 
 
-def vocabulary_keys(vocabulary: Vocabulary, template: str) -> dict[str, Value]:
+def vocabulary_keys(vocabulary: Vocabulary, template: str) -> dict[str, GgufValue]:
     """Return the GGUF keys of a tokenizer and a chat template."""
-    values: dict[str, Value] = {
+    values: dict[str, GgufValue] = {
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre,
         "tokenizer.ggml.tokens": vocabulary.tokens,
@@ -111,10 +111,10 @@ def _blank_mark_tokens() -> tuple[list[tuple[str, int]], list[str]]:
 def _word_pieces(blank: str) -> tuple[list[str], list[str]]:
     """Return the pieces that words are merged from, and the merges, in the same order."""
     merges: dict[str, str] = {}
-    for word in WORDS:
+    for word in ENGLISH_WORDS:
         for end in range(2, len(word) + 1):
             merges.setdefault(word[:end], f"{word[: end - 1]} {word[end - 1]}")
-    merges |= {blank + word: f"{blank} {word}" for word in WORDS}
+    merges |= {blank + word: f"{blank} {word}" for word in ENGLISH_WORDS}
     return list(merges), list(merges.values())
 
 

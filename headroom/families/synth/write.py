@@ -13,7 +13,7 @@ from headroom.families.synth.settings import config_json, gguf_keys
 from headroom.families.synth.values import Source
 from headroom.families.synth.vocabulary import make_vocabulary, tokenizer_kind, vocabulary_keys
 from headroom.families.tables import tensor_types
-from headroom.formats.gguf_writer import TensorEntry, Value, gguf_bytes, gguf_jobs
+from headroom.formats.gguf_writer import GgufValue, TensorEntry, gguf_bytes, gguf_jobs
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.quants import BF16, F16, F32, QuantType
 from headroom.formats.safetensors_writer import Shard, index_file, make_shards
@@ -39,7 +39,7 @@ class WriteSettings:
     progress: WriteProgress = ignore  # called with the bytes of each piece that is written
 
 
-PLAIN = WriteSettings()
+ONE_THREAD = WriteSettings()
 
 
 def mix_name(name: str) -> str:
@@ -58,7 +58,7 @@ def gguf_table(recipe: Recipe, mix: str) -> list[TensorEntry]:
     return [TensorEntry(name, shape, quant) for name, (shape, quant) in types.items()]
 
 
-def gguf_values(recipe: Recipe, mix: str) -> dict[str, Value]:
+def gguf_values(recipe: Recipe, mix: str) -> dict[str, GgufValue]:
     """Return every key of a model's GGUF file."""
     return {
         "general.architecture": recipe.family,
@@ -80,11 +80,11 @@ def checkpoint_bytes(recipe: Recipe, mix: str, format: str) -> int:
     """Return the bytes of a checkpoint's tensors."""
     if format == "gguf":
         return sum(entry.nbytes for entry in gguf_table(recipe, mix))
-    quant, _ = plain_type(mix)
+    quant, _ = safetensors_type(mix)
     return sum(entry.nbytes for entry, _ in safetensors_table(recipe.dims, quant))
 
 
-def write_gguf(source: Source, path: Path, mix: str, settings: WriteSettings = PLAIN) -> None:
+def write_gguf(source: Source, path: Path, mix: str, settings: WriteSettings = ONE_THREAD) -> None:
     """Write a model as one GGUF file."""
     entries = gguf_table(source.recipe, mix)
     check_space(path, checkpoint_bytes(source.recipe, mix, "gguf"))
@@ -97,10 +97,10 @@ def write_safetensors(
     folder: Path,
     mix: str,
     tokenizer_file: Callable[[Vocabulary], str],
-    settings: WriteSettings = PLAIN,
+    settings: WriteSettings = ONE_THREAD,
 ) -> None:
     """Write a model as a folder of the files that transformers reads, the weights last."""
-    quant, dtype = plain_type(mix)
+    quant, dtype = safetensors_type(mix)
     dims = source.recipe.dims
     origins = dict(safetensors_table(dims, quant))
     check_space(folder / "model", checkpoint_bytes(source.recipe, mix, "safetensors"))
@@ -115,7 +115,7 @@ def write_safetensors(
         )
 
 
-def plain_type(mix: str) -> tuple[QuantType, str]:
+def safetensors_type(mix: str) -> tuple[QuantType, str]:
     """Return the tensor type of a mix and torch's name of it; refuse packed types."""
     if mix not in SAFETENSORS_TYPES:
         known = ", ".join(name.upper() for name in SAFETENSORS_TYPES)

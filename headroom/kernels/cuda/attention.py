@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.backends.cuda import is_flash_attention_available
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+    is_flash_attention_available,
+)
 from torch.nn.functional import scaled_dot_product_attention
 
 from headroom.errors import KernelError
@@ -332,9 +337,7 @@ def attend(
     if half:
         return _attend_by_key_head(queries, keys, values)
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (queries, keys, values))
-    bias = causal_mask(queries.shape[0], keys.shape[0])
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
+    return attend_causal(q, k, v, grouped=True)[0].transpose(0, 1)
 
 
 def _attend_by_key_head(
@@ -355,16 +358,51 @@ def _attend_by_key_head(
     k, v = (
         part.transpose(0, 1)[:, None].expand(kv_heads, group, count, dim) for part in (keys, values)
     )
-    bias = causal_mask(rows, count) if seen is None else seen
-    mixed = scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+    if seen is None:
+        mixed = attend_causal(q, k, v, grouped=False)
+    else:
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def causal_mask(rows: int, count: int) -> torch.Tensor:
-    """Return the mask of rows that see keys up to their own; it holds only sizes, no tensor."""
-    from torch.nn.attention.bias import causal_lower_right  # imports torch's whole compiler
+_LOWER_RIGHT = 2  # torch's number for a mask whose last row sees all keys
 
-    return causal_lower_right(rows, count)
+
+def attend_causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, grouped: bool
+) -> torch.Tensor:
+    """Attend from `q [batch, heads, rows, dim]` to `[batch, kv heads, count, dim]`.
+
+    The key of row i is at `count - rows + i`, and a row sees keys up to its own. With `grouped`, a
+    KV head serves several query heads. This calls what torch's `causal_lower_right` calls, whose
+    module imports torch's whole compiler: 2 s at every start.
+    """
+    rows, count = q.shape[-2], k.shape[-2]
+    if rows == count:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped)
+    params = SDPAParams(q, k, v, None, 0.0, False, grouped)
+    if can_use_flash_attention(params):  # its causal mask is the lower right one
+        mixed: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal=True, return_debug_mask=False, scale=1.0
+        )[0]
+        return mixed
+    if can_use_efficient_attention(params):
+        mixed = torch.ops.aten._efficient_attention_forward(
+            *(part.transpose(1, 2) for part in (q, k, v)),
+            bias=None,
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            max_seqlen_q=None,
+            max_seqlen_k=None,
+            dropout_p=0.0,
+            custom_mask_type=_LOWER_RIGHT,
+            compute_log_sumexp=False,
+            scale=1.0,
+            seqlen_k=None,
+        )[0]
+        return mixed.transpose(1, 2)
+    seen = torch.ones(rows, count, dtype=torch.bool, device=q.device).tril(count - rows)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1.0, enable_gqa=grouped)
 
 
 def _has_flash(keys: torch.Tensor) -> bool:

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from headroom.formats.atomic import UNFINISHED, replacing, write_all
+
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 256 << 20  # of all code in the folder; one model needs about 4 MiB
+MAX_CODE_BYTES = 256 << 20  # of all code in the folder; one model needs about 4 MiB
 _SUFFIX = ".cubin"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -22,12 +24,11 @@ class CodeCache:
     warning is logged.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_bytes: int = MAX_CODE_BYTES) -> None:
         self._folder: Path | None = None
         self._max_bytes = max_bytes
         self._told = False  # whether a problem has been logged
         self._telling = threading.Lock()
-        self._held: dict[str, bytes] = {}  # code that was compiled ahead and could not be written
 
     def open(self, home: Path) -> None:
         """Keep code below a home folder from now on; without this call no code is kept."""
@@ -36,19 +37,6 @@ class CodeCache:
 
     def load(self, key: str) -> bytes | None:
         """Return the code of a key; None if there is none, or if its file is damaged."""
-        held = self._held.pop(key, None)  # atomic: several threads may load
-        return self._read(key) if held is None else held
-
-    def has(self, key: str) -> bool:
-        """Return whether the code of a key can be loaded."""
-        return key in self._held or self._read(key) is not None
-
-    def hold(self, key: str, code: bytes) -> None:
-        """Keep the code of a key; if it cannot be written, keep it in memory until it is loaded."""
-        if not self.save(key, code):
-            self._held[key] = code
-
-    def _read(self, key: str) -> bytes | None:
         if self._folder is None:
             return None
         path = self._folder / (key + _SUFFIX)
@@ -74,16 +62,9 @@ class CodeCache:
         """
         if self._folder is None:
             return False
-        # The temporary file has the suffix, so that `_shrink` deletes it if this process is killed.
-        writer = f"{os.getpid()}.{threading.get_ident()}"
-        unfinished = self._folder / f".{key}.{writer}{_SUFFIX}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            try:
-                unfinished.write_bytes(hashlib.sha256(code).digest() + code)
-                unfinished.replace(self._folder / (key + _SUFFIX))
-            finally:
-                unfinished.unlink(missing_ok=True)
+            with replacing(self._folder / (key + _SUFFIX)) as file:
+                write_all(file, memoryview(hashlib.sha256(code).digest() + code))
             self._shrink()
         except OSError as error:
             self._tell(error)
@@ -130,8 +111,11 @@ def code_key(*parts: str) -> str:
 
 
 def _entries(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    """Yield the time of last use, the bytes and the path of each file."""
-    for path in folder.glob(f"*{_SUFFIX}"):
+    """Yield the time of last use, the bytes and the path of each file, unfinished ones included.
+
+    Unfinished files are left by processes that were killed.
+    """
+    for path in (*folder.glob(f"*{_SUFFIX}"), *folder.glob(f".*{_SUFFIX}.*{UNFINISHED}")):
         try:
             facts = path.stat()
         except FileNotFoundError:  # another process deleted it

@@ -10,6 +10,7 @@
 //   LANES                      lanes of a piece of activations (halves.cuh)
 //   AHEAD                      gate_up prefetches the down matrices into L2
 //   EXPERTS, SIGMOID           defined if gate_up also chooses the experts (route.cuh)
+//   FILLS                      1: experts of this layer may cross the link into slots meanwhile (fill.cuh)
 //
 // table [experts][3]: the addresses of an expert's tiles, in this GPU's memory or in mapped host memory.
 #define BULK 0  // no bulk copies: records may be in host memory
@@ -18,6 +19,15 @@
 #include "experts.cuh"
 #ifdef EXPERTS
 #include "route.cuh"
+#endif
+#ifndef FILLS
+#define FILLS 0
+#endif
+#if FILLS
+#include "mailbox.cuh"
+#include "fill.cuh"
+#else
+struct Fills {};
 #endif
 
 #ifndef AHEAD
@@ -92,15 +102,15 @@ struct Given {
     __device__ __forceinline__ int expert_of(int, int pick, int, bool) const { return ids[pick]; }
 };
 
-// The body of gate_up and choose_gate_up; `choice` tells each warp the expert of the block's pick.
+// The body of gate_up and choose_gate_up for one pick; `choice` tells each warp the expert of the pick.
 template <class Choice>
-__device__ __forceinline__ void run_pick(const Choice& choice, const long long* table, const u8* pieces, int groups,
-                                         int used, int picks, int width, int records, const u8* shared_gate,
-                                         const u8* shared_up, int shared_width, int down_bytes, float* inner,
-                                         long long* downs) {
+__device__ __forceinline__ void run_pick(const Choice& choice, int pick, const Fills& fills, const long long* table,
+                                         const u8* pieces, int groups, int used, int picks, int width, int records,
+                                         const u8* shared_gate, const u8* shared_up, int shared_width,
+                                         int down_bytes, float* inner, long long* downs) {
     extern __shared__ uint4 memory[];
     __shared__ float sums[2][TURNS][16];  // [gate, up]
-    const int tile = blockIdx.x, pick = blockIdx.y, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
+    const int tile = blockIdx.x, warp = threadIdx.x / 32, part = warp % 2, turn = warp / 2;
     const bool is_shared = pick >= picks;
     const int row = is_shared ? pick - picks : pick / used, columns = is_shared ? shared_width : width;
     if (tile * 16 >= columns) return;
@@ -114,6 +124,10 @@ __device__ __forceinline__ void run_pick(const Choice& choice, const long long* 
         }
         if (tile == 0 && threadIdx.x == 0) downs[pick] = reinterpret_cast<long long>(last);
         if (expert < 0) return;
+#if FILLS
+        // Its place in host memory is as far from the expert's begin as its place in the slot.
+        if (!has_arrived(fills, pick)) matrix = in_host_memory(fills, pick) + (matrix - in_slot(fills, pick));
+#endif
     }
     const u8* x = pieces + row / 8 * Piece<LANES>::bytes;
     const size_t at = static_cast<size_t>(tile) * records, apart = static_cast<size_t>(groups) * Piece<LANES>::bytes;
@@ -133,7 +147,11 @@ __device__ __forceinline__ void run_pick(const Choice& choice, const long long* 
         add_row<SHARED_UP>(matrix + at * Record<SHARED_UP>::bytes, x, apart, row, turn, TURNS, records, mine,
                            acc);
     }
+#if FILLS
+    if (!is_shared && is_in_slot(fills, pick, last)) ask_ahead(last, down_bytes, tile, gridDim.x);
+#else
     if (!is_shared) ask_ahead(last, down_bytes, tile, gridDim.x);
+#endif
     write_column(acc[0], sums[part][turn]);
     __syncthreads();
     const int column = tile * 16 + threadIdx.x;
@@ -158,9 +176,27 @@ gate_up(const int* ids, const long long* table, const u8* pieces, int groups, in
         int records, const u8* shared_gate, const u8* shared_up, int shared_width, int down_bytes, float* inner,
         long long* downs) {
     begin_after_last();
-    run_pick(Given{ids}, table, pieces, groups, used, picks, width, records, shared_gate, shared_up,
-             shared_width, down_bytes, inner, downs);
+    run_pick(Given{ids}, blockIdx.y, Fills{}, table, pieces, groups, used, picks, width, records, shared_gate,
+             shared_up, shared_width, down_bytes, inner, downs);
 }
+
+#if FILLS
+// As gate_up, after `resolve`. The first `copying` rows of blocks copy fills; they come first, so that blocks
+// that wait for a fill find the copying blocks on the GPU.
+extern "C" __global__ void __launch_bounds__(2 * TURNS * 32)
+fill_gate_up(const int* ids, const long long* table, const u8* pieces, int groups, int used, int picks, int width,
+             int records, const u8* shared_gate, const u8* shared_up, int shared_width, int down_bytes, float* inner,
+             long long* downs, u32* words, const u8* host, u8* slots, int count, int expert_bytes, int front_bytes,
+             int copying) {
+    begin_after_last();
+    const Fills fills{words, host, slots, count, expert_bytes, front_bytes};
+    const int row = blockIdx.y;
+    if (row < copying) copy_fills(fills, row * gridDim.x + blockIdx.x, copying * gridDim.x);
+    else
+        run_pick(Given{ids}, row - copying, fills, table, pieces, groups, used, picks, width, records, shared_gate,
+                 shared_up, shared_width, down_bytes, inner, downs);
+}
+#endif
 
 #ifdef EXPERTS
 // A choice of experts that every warp computes for itself from the logits (route.cuh): this takes less time
@@ -197,7 +233,7 @@ choose_gate_up(const float* logits, const float* bias, const int* sequence, floa
                int shared_width, int down_bytes, float* inner, long long* downs) {
     begin_after_last();
     const Chosen choice{logits, bias, sequence, weights, counts, stride, Rule{used, normalise, scale, softcap}};
-    run_pick(choice, table, pieces, groups, used, picks, width, records, shared_gate, shared_up,
+    run_pick(choice, blockIdx.y, Fills{}, table, pieces, groups, used, picks, width, records, shared_gate, shared_up,
              shared_width, down_bytes, inner, downs);
 }
 #endif

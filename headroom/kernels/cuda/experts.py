@@ -8,6 +8,7 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
+from headroom.kernels.cuda.expert_cache import FILL_BLOCKS, Filling
 from headroom.kernels.cuda.experts_scratch import chosen_weights, decode_buffers
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows, refuses_type
@@ -39,6 +40,8 @@ class ExpertTiles:
     hidden: int
     nbytes: int
     memory: tuple[torch.Tensor, ...]  # keeps the memory alive that the addresses point into
+    # Between which memories decode steps fill slots; None: experts stay where they are.
+    filling: Filling | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,12 +137,16 @@ def few_rows(
 ) -> torch.Tensor:
     """Return the weighted sum of each row's routed experts, for rows in f16.
 
-    Picks with a negative id are skipped. `out` may be the residual itself.
+    Picks with a negative id are skipped. `out` may be the residual itself. If the layer has a
+    cache, the step's picks were resolved before, and their fills are copied here.
     """
     constants = expert_constants(table, activation, addends)
     layer = _DecodeLaunches(x, ids.shape[1], table, addends, constants)
     inner = layer.inner()
-    kernel = compile_kernel("experts.cu", "gate_up", layer.defines)
+    if table.filling is None:
+        kernel = compile_kernel("experts.cu", "gate_up", layer.defines)
+    else:
+        kernel = compile_kernel("experts.cu", "fill_gate_up", layer.defines)
     kernel(*layer.gate_up((ids,), inner), early=True)
     return layer.down(weights, inner, out)
 
@@ -198,7 +205,11 @@ class _DecodeLaunches:
             *(x.records, *((None, None) if shared is None else (shared.gate, shared.up))),
             *(self._shared_width, tile_bytes(table.kinds[2], table.hidden, table.width), *inner),
         )
-        grid = (tiles, rows * (used + (shared is not None)))
+        copying = 0
+        if table.filling is not None:
+            copying = steps_of(FILL_BLOCKS, tiles)
+            args = (*args, *table.filling.arguments, copying)
+        grid = (tiles, copying + rows * (used + (shared is not None)))
         return grid, (GATE_UP_WARPS * 32,), args, self._stages * self._stage_bytes
 
     def down(self, weights: torch.Tensor, inner: Inner, out: torch.Tensor | None) -> torch.Tensor:
@@ -233,11 +244,13 @@ class _DecodeLaunches:
     @property
     def defines(self) -> dict[str, int]:
         """The macros of both kernels: equal ones, so that the source is compiled once."""
-        in_reach = all(memory.is_cuda for memory in self.table.memory)
+        fills = self.table.filling is not None
+        in_reach = fills or all(memory.is_cuda for memory in self.table.memory)
         return self.constants | {
             "LANES": self.x.lanes,
             "AHEAD": int(self.x.rows <= AHEAD_ROWS and in_reach),
             "STAGES": self._stages,
+            "FILLS": int(fills),
         }
 
     @property

@@ -34,8 +34,8 @@ def sort_in_groups(ids: torch.Tensor, experts: int, each: int) -> SortedPicks:
     """Sort the picks, int32 `[rows, used]`, in one launch; a group has `each` experts."""
     assert ids.is_contiguous()
     (rows, used), device = ids.shape, ids.device
-    owners, places = torch.empty(2, rows * used, dtype=torch.int64, device=device).unbind()
-    ends, group_ends = torch.empty(2, experts, dtype=torch.int32, device=device).unbind()
+    owners, places = scratch.empty_integers((2, rows * used), "i64", device).unbind()
+    ends, group_ends = scratch.empty_integers((2, experts), "i32", device).unbind()
     compile_kernel("picks.cu", "sort_picks")(
         (experts + 1,),
         (PICK_SORT_THREADS,),

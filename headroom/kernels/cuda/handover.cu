@@ -1,91 +1,25 @@
 // Hands cold picks to the CPU from inside a captured step, and takes their answers back.
 //
-// `publish` runs after the router: it writes the request into a mailbox in pinned host memory and removes
-// the picks from the GPU's own list. Then the GPU computes the hot experts. `collect` waits for the CPU's
-// answer (native/cold.h, ColdWorker) and adds it. There is one request at a time: a layer's answers are
+// `resolve` (expert_cache.cu) runs after the router: it writes the request into a mailbox in pinned host memory
+// and removes the picks from the GPU's own list. Then the GPU computes its experts. `collect` waits for the
+// CPU's answer (native/cold.h, ColdWorker) and adds it. There is one request at a time: a layer's answers are
 // collected before the next layer's router runs.
 //
-// The words of the mailbox: REQUEST, ANSWER (numbers of the last request and answer), LAYER, ROWS, DONE
+// The words of the mailbox: REQUEST, ANSWER (numbers of the last request and answer; behind ANSWER stands how
+// many ns the CPU took from seeing the request to answering it), LAYER, ROWS, DONE
 // (steps that the GPU has finished), FAILED, IDS [rows, used], WEIGHTS [rows, used], INPUTS [rows, hidden].
 // A second block of words, `own`, is in GPU memory and keeps its contents between steps.
 #include "early.cuh"
-typedef unsigned u32;
-typedef unsigned long long u64;
+#include "mailbox.cuh"
 #define ALL 0xFFFFFFFFu
-#define MOST_ROWS 32  // one block has a warp for each row
 
 // REQUESTS: number of the last request; STEPS: finished steps; LOST: 1 after the CPU has not answered in
 // time; FIRST: the first row with cold picks; SINCE (two words): when the request was published, in ns;
-// ASKED [rows]: the number of the request that a row waits for, 0 if it has no cold picks.
+// ASKED [rows]: the number of the request that a row waits for, 0 if it has no picks for the CPU.
 enum Own { REQUESTS = 0, STEPS = 1, LOST = 2, FIRST = 3, SINCE = 4, ASKED = 8 };
-enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2 };
-
-#ifndef HEADROOM_ON_CPU
-__device__ __forceinline__ u32 load_acquire(const u32* at) {
-    u32 value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_release(u32* at, u32 value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-__device__ __forceinline__ u64 now_ns() {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
-__device__ __forceinline__ void rest() { __nanosleep(64); }
-#endif
-
-// Publishes a request for a row's cold picks. The first left[number of cold picks] of them stay with the
-// GPU, which reads those experts from host memory; the CPU gets the others. Their ids become -1, so that
-// later kernels of the step skip them. is_hot [experts]: 1 if an expert is in GPU memory. One block, a warp
-// per row.
-extern "C" __global__ void __launch_bounds__(MOST_ROWS * 32)
-publish(const float* x, int* ids, const float* weights, const int* is_hot, const int* left, int rows, int used,
-        int hidden, int layer, u32* mail, u32* own, u64* counts) {
-    begin_after_last();
-    __shared__ int taken[MOST_ROWS], others[MOST_ROWS];
-    const int row = threadIdx.x / 32, lane = threadIdx.x % 32, pick = row * used + lane;
-    const int expert = row < rows && lane < used ? ids[pick] : -1;
-    const u32 cold = __ballot_sync(ALL, expert >= 0 && !is_hot[max(expert, 0)]);
-    const int before = __popc(cold & ((1u << lane) - 1)), kept = left[__popc(cold)];
-    const bool mine = (cold >> lane & 1) && before >= kept;
-    if (lane == 0) {
-        taken[row] = max(0, __popc(cold) - kept);
-        others[row] = __popc(cold) - taken[row];
-    }
-    __syncthreads();
-    int total = 0, first = rows;
-    for (int r = rows - 1; r >= 0; --r)
-        if (taken[r]) total += taken[r], first = r;
-    u32 number = own[REQUESTS] + 1;
-    if (number == 0) number = 1;  // 0 means "no request"; the number wraps after 2^32 requests
-    __syncthreads();  // all threads have read the last number
-    if (lane == 0) own[ASKED + row] = taken[row] ? number : 0;
-    if (threadIdx.x == 0) {
-        for (int r = 0; r < rows; ++r) counts[GPU_PICKS] += others[r];
-        own[FIRST] = first;
-        if (total) own[REQUESTS] = number;
-        *reinterpret_cast<u64*>(own + SINCE) = now_ns();
-    }
-    if (!total) return;  // no cold picks: `collect` will not wait
-    if (row < rows && lane < used) {
-        if (mine) ids[pick] = -1;
-        mail[IDS + pick] = mine ? expert : -1;
-        reinterpret_cast<float*>(mail)[WEIGHTS + pick] = weights[pick];
-    }
-    if (threadIdx.x == 0) mail[LAYER] = layer, mail[ROWS] = rows;
-    for (int r = first; r < rows; ++r) {
-        if (!taken[r]) continue;
-        const float4* from = reinterpret_cast<const float4*>(x + static_cast<size_t>(r) * hidden);
-        float4* to = reinterpret_cast<float4*>(mail + INPUTS + static_cast<size_t>(r) * hidden);
-        for (int i = threadIdx.x; i < hidden / 4; i += blockDim.x) to[i] = from[i];
-    }
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x == 0) store_release(mail + REQUEST, number);
-}
+// LATES: requests whose answer the GPU had to wait for; LATE_NS: of these, the time from the request to the
+// answer without the CPU's own time.
+enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2, LATE_NS = 3, LATES = 4 };
 
 // Waits for the layer's answers and adds them to `out`. blockIdx.x: the row. If the CPU does not answer
 // within `limit_ms`, the GPU stops waiting for good and sets FAILED for the host. last: 1 in the step's
@@ -100,7 +34,9 @@ extern "C" __global__ void collect(float* out, const float* answers, u32* mail, 
         if (threadIdx.x == 0) {
             const u64 start = now_ns();
             there = own[LOST] == 0;
+            bool late = false;
             while (there && load_acquire(mail + ANSWER) != number) {
+                late = true;
                 rest();
                 if (now_ns() - start > limit_ms * 1000000ull) {
                     there = false;
@@ -109,8 +45,14 @@ extern "C" __global__ void collect(float* out, const float* answers, u32* mail, 
                 }
             }
             if (row == static_cast<int>(own[FIRST])) {
-                counts[HOT_NS] += start - *reinterpret_cast<const u64*>(own + SINCE);
-                counts[WAIT_NS] += now_ns() - start;
+                const u64 since = *reinterpret_cast<const u64*>(own + SINCE), now = now_ns();
+                counts[HOT_NS] += start - since;
+                counts[WAIT_NS] += now - start;
+                if (there && late) {
+                    const u64 busy = load_acquire(mail + ANSWER + 1);
+                    counts[LATE_NS] += now - since > busy ? now - since - busy : 0;
+                    counts[LATES] += 1;
+                }
             }
         }
         __syncthreads();

@@ -21,7 +21,7 @@ WORDS = {
     "INPUTS": 5 * _LINE + 2 * MOST_ROWS * MOST_USED,
 }
 _OWNWORDS = 8 + MOST_ROWS
-COUNTS = ("hot_ns", "wait_ns", "gpu_picks")  # counters of each layer
+COUNTS = ("hot_ns", "wait_ns", "gpu_picks", "late_ns", "lates")  # counters of each layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,40 +57,6 @@ class Mailbox:
     def failed(self) -> bool:
         """Whether the GPU gave up waiting, or a CPU thread failed."""
         return bool(self.words[WORDS["FAILED"]])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Takers:
-    """What decides which picks of a layer the CPU computes; both tensors are on the GPU."""
-
-    is_hot: torch.Tensor  # int32 [experts]: 1 in GPU memory, 0 in host memory
-    left: torch.Tensor  # int32 [used + 1]: by a row's cold picks, how many the GPU computes
-
-
-def publish(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    takers: Takers,
-    box: Mailbox,
-    layer: int,
-) -> None:
-    """Send the CPU its picks of a layer, and set their `ids` to -1, so that the GPU skips them."""
-    (rows, used), hidden = ids.shape, x.shape[1]
-    assert rows <= MOST_ROWS
-    assert used <= MOST_USED
-    assert hidden == box.hidden
-    assert ids.is_contiguous()
-    assert weights.is_contiguous()
-    compile_kernel("handover.cu", "publish", WORDS)(
-        (1,),
-        (MOST_ROWS * 32,),
-        (
-            *(x, ids, weights, takers.is_hot, takers.left, rows, used, hidden, layer),
-            *(box.words, box.own, box.counts[layer]),
-        ),
-        early=True,
-    )
 
 
 def collect(

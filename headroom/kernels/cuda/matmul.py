@@ -11,7 +11,6 @@ from headroom.formats.quants import BF16, F16, Q8_K, QuantType
 from headroom.kernels.cuda import matmul_scratch, scratch
 from headroom.kernels.cuda.buffers import Buffer
 from headroom.kernels.cuda.compile import (
-    Code,
     compile_kernel,
     properties_of,
     refuses_device,
@@ -227,33 +226,8 @@ def products(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TiledSize:
-    """The type and sizes of a weight in tiles, on which compiled kernels depend."""
-
-    quant: QuantType
-    rows: int
-    columns: int
-
-    def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
-        """Return the sources and macros of a product with so many rows, their rounding included."""
-        _, macros = product_shape(self, rows, device)
-        return (("activations.cu", row_macros(rows)), ("matmul.cu", macros))
-
-
-@dataclass(frozen=True, slots=True)
-class Gates:
-    """Gated rows before a product: what compiled kernels depend on."""
-
-    activation: str
-
-    def codes(self, rows: int, device: torch.device) -> tuple[Code, ...]:
-        """Return the source and macros of the kernel that gates so many rows."""
-        return (("activations.cu", gate_macros(self.activation, rows)),)
-
-
 def product_shape(
-    weight: Weight | TiledSize, rows: int, device: torch.device
+    weight: Weight, rows: int, device: torch.device
 ) -> tuple[ProductShape, dict[str, int]]:
     """Return how warps share a product with so many rows, and the macros of matmul.cu."""
     tiles, records = -(-weight.rows // TILE_ROWS), -(-weight.columns // RECORD_COLUMNS)

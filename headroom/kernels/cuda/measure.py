@@ -4,10 +4,13 @@ import torch
 
 from headroom.errors import KernelError
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda import handover
-from headroom.kernels.cuda.handover import Mailbox, Takers
+from headroom.kernels.cuda import expert_cache, handover
+from headroom.kernels.cuda.expert_cache import CpuRequest
+from headroom.kernels.cuda.expert_rules import NO_POLICY
+from headroom.kernels.cuda.handover import Mailbox
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.cold import ColdTable, ColdWorker
+from headroom.kernels.ops import Picks
 
 HIDDEN, WIDTH, USED, ROUNDS, TRIES = 256, 32, 8, 100, 5
 
@@ -36,13 +39,14 @@ def _round_seconds(worker: ColdWorker, box: Mailbox, hot: int, device: str) -> f
     weights = torch.ones(1, USED, device=device)
     is_hot = torch.full((USED,), hot, dtype=torch.int32, device=device)
     is_hot[1:] = 1  # at most expert 0 is cold
-    takers = Takers(is_hot, torch.zeros(USED + 1, dtype=torch.int32, device=device))
+    nothing = torch.zeros(USED + 1, dtype=torch.int32, device=device)
+    table = expert_cache.static_table(is_hot, nothing)
     picks = [torch.arange(USED, dtype=torch.int32, device=device)[None] for _ in range(ROUNDS)]
 
     def work() -> None:
         for turn, ids in enumerate(picks):
             ids[:, :1].zero_()  # zero_(): assigning a number would copy it from the host
-            handover.publish(x, ids, weights, takers, box, 0)
+            expert_cache.resolve(Picks(ids, weights), table, NO_POLICY, CpuRequest(x, box, 0))
             handover.collect(out, box, 0, last=turn == ROUNDS - 1)
 
     worker.begin_step()

@@ -7,6 +7,7 @@ import torch
 
 from headroom.errors import KernelError, is_out_of_memory
 from headroom.kernels.cuda.compile import compile_kernel
+from headroom.kernels.cuda.expert_rules import NO_POLICY
 from headroom.kernels.cuda.handover import WORDS
 from headroom.kernels.cuda.matmul_shapes import ProductShape
 from headroom.kernels.cuda.sizes import BF16_SM
@@ -41,6 +42,7 @@ _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
 _EXPERTS = _KINDS | {f"SHARED_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
+_CACHES = NO_POLICY.macros | WORDS | {"THREADS": 256}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = ProductShape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
 _GROUPED = {"ROWS": 64, "STAGES": 4}
@@ -65,7 +67,8 @@ PROBES = (
     Probe("grouped products in f16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 1}),
     Probe("experts of many rows in bf16", "many_experts.cu", "combine", {"GELU": 0}, runs_sm=80),
     Probe("experts of many rows in f16", "half_experts.cu", "activate", {"GELU": 0}),
-    Probe("experts of the CPU", "handover.cu", "publish", WORDS),
+    Probe("experts of the CPU", "handover.cu", "collect", WORDS),
+    Probe("caches of experts", "expert_cache.cu", "resolve", _CACHES),
     Probe("gated linear attention, steps", "delta_net.cu", "recur", _DELTA),
     Probe("gated linear attention, prompts", "delta_chunks.cu", "run_chunks", _CHUNKS),
     Probe("sampler", "sampler.cu", "choose", {}),

@@ -35,7 +35,7 @@ def allocate_tables(rows: int, device: str) -> Tables:
         lambda name: torch.full(
             table_buffer(name, rows).shape,
             TABLES[name].start,
-            dtype=scratch.DTYPES[TABLES[name].dtype],
+            dtype=scratch.TORCH_DTYPES[TABLES[name].dtype],
             device=device,
         )
     )
@@ -133,7 +133,7 @@ class SamplerScratch:
     def allocate(rows: int, vocabulary: int, device: str) -> "SamplerScratch":
         """Return scratch for so many rows of logits."""
         parts = (
-            torch.zeros(buffer.shape, dtype=scratch.DTYPES[buffer.dtype], device=device)
+            torch.zeros(buffer.shape, dtype=scratch.TORCH_DTYPES[buffer.dtype], device=device)
             for buffer in sampler_scratch(rows, vocabulary)
         )
         return SamplerScratch(*parts)

@@ -69,7 +69,7 @@ NUMBERS = tuple(
     )
 )
 # Fields of a request's settings; the other two numbers belong to the draw.
-SETTINGS = tuple(name for name in NUMBERS if name not in ("position", "limited"))
+SAMPLER_SETTINGS = tuple(name for name in NUMBERS if name not in ("position", "limited"))
 LISTS = tuple(name for name in TABLES if name not in NUMBERS)
 
 

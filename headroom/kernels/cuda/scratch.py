@@ -17,7 +17,7 @@ from headroom.kernels.cuda.buffers import Buffer, aligned
 
 log = logging.getLogger(__name__)
 
-DTYPES = {
+TORCH_DTYPES = {
     "u8": torch.uint8,
     "bf16": torch.bfloat16,
     "f16": torch.float16,
@@ -26,7 +26,8 @@ DTYPES = {
     "i64": torch.int64,
     "f64": torch.float64,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_INTEGERS = {"i32", "i64"}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 UNPACK_BYTES = 64 << 20  # of weights unpacked at a time, where no plan says how many
 MOST_LENT = 4096  # tensors that an arena remembers; a step of one size takes about two hundred
 _NO_FRAME = nullcontext()
@@ -71,7 +72,7 @@ class Arena:
         if lent is not None:
             found, self._used = lent
             return found
-        size, dtype = buffer.nbytes, DTYPES[buffer.dtype]
+        size, dtype = buffer.nbytes, TORCH_DTYPES[buffer.dtype]
         first, self._used = self._used, self._used + aligned(size)
         if self._used > self.peak_bytes:
             if self._used > len(self._memory) >= self.peak_bytes:
@@ -106,14 +107,37 @@ class _Frame:
 
 
 _CURRENT: ContextVar[Arena | None] = ContextVar("arena", default=None)
+_ZEROED: ContextVar[bool] = ContextVar("zeroed", default=False)
 
 
 def take(buffer: Buffer, device: torch.device) -> torch.Tensor:
     """Return an uninitialised tensor that is valid until the frame around the call is left."""
     arena = _CURRENT.get()
     if arena is None or not arena.frames:
-        return torch.empty(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
-    return arena.take(buffer)
+        found = torch.empty(buffer.shape, dtype=TORCH_DTYPES[buffer.dtype], device=device)
+    else:
+        found = arena.take(buffer)
+    return found.zero_() if _ZEROED.get() and buffer.dtype in _INTEGERS else found
+
+
+def empty_integers(shape: tuple[int, ...], dtype: str, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor of integers that torch allocates; zeros if `zeroed`."""
+    found = torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=device)
+    return found.zero_() if _ZEROED.get() else found
+
+
+@contextmanager
+def zeroed() -> Iterator[None]:
+    """Fill buffers of integers with zeros within the block.
+
+    They are row numbers and counts that kernels write and operations of torch read. If the kernels
+    do not run, what was in the memory before would be used as an index.
+    """
+    token = _ZEROED.set(True)
+    try:
+        yield
+    finally:
+        _ZEROED.reset(token)
 
 
 @contextmanager

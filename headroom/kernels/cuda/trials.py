@@ -1,6 +1,7 @@
 """Runs each family of kernels once on tiny inputs: compiled code must also launch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +10,7 @@ from headroom.formats.quants import BF16, Q4_K, QuantType
 from headroom.kernels.cuda import (
     attention,
     delta_net,
+    expert_cache,
     experts,
     experts_packed,
     experts_prefill,
@@ -21,6 +23,8 @@ from headroom.kernels.cuda import (
 )
 from headroom.kernels.cuda.attention import DecodeShape, HeadNorms, Projected
 from headroom.kernels.cuda.delta_net import DeltaNetRows, span_tables
+from headroom.kernels.cuda.expert_cache import CpuRequest, Filling
+from headroom.kernels.cuda.expert_rules import NO_POLICY
 from headroom.kernels.cuda.experts import NO_ADDENDS, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import expert_group, sort_in_groups
 from headroom.kernels.cuda.experts_scratch import sorted_rows
@@ -40,6 +44,7 @@ from headroom.kernels.weight import PLAIN_TYPES, Weight
 
 ROWS, HIDDEN, DIM, PAGE = 2, 256, 128, 64
 EXPERTS = USED = 2
+LRU = 1  # a policy of expert_cache.cu
 MANY = sorted_rows(EXPERTS, USED) + 2  # too many for products with packed tiles
 VOCABULARY = 300
 
@@ -191,13 +196,34 @@ def _many_experts(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _handover(device: torch.device) -> torch.Tensor:
-    """Publish rows whose experts are all hot: no CPU thread is needed, and nothing waits."""
+    """Resolve rows whose experts are all hot: no CPU thread is needed, and nothing waits."""
     box = handover.Mailbox.allocate(HIDDEN, 1, str(device))
     hot = torch.ones(EXPERTS, dtype=torch.int32, device=device)
-    takers = handover.Takers(hot, torch.zeros(USED + 1, dtype=torch.int32, device=device))
-    ids, weights = _picks(ROWS, device)
-    handover.publish(torch.ones(ROWS, HIDDEN, device=device), ids, weights, takers, box, 0)
-    return ids.float()
+    nothing = torch.zeros(USED + 1, dtype=torch.int32, device=device)
+    table = expert_cache.static_table(hot, nothing)
+    request = CpuRequest(torch.ones(ROWS, HIDDEN, device=device), box, 0)
+    ids = expert_cache.resolve(_picks(ROWS, device), table, NO_POLICY, request).ids
+    out = ids.float()
+    handover.collect(torch.zeros(ROWS, HIDDEN, device=device), box, 0, last=True)
+    return out
+
+
+def _expert_cache(device: torch.device) -> torch.Tensor:
+    """Fill the only slot of a layer with an expert that is read from the GPU's own memory."""
+    slots = torch.zeros(1, 16, dtype=torch.uint8, device=device)
+    host = torch.ones(EXPERTS, 16, dtype=torch.uint8, device=device)
+    words = torch.zeros(expert_cache.FILL_WORDS, dtype=torch.int32, device=device)
+    place = torch.zeros(EXPERTS, dtype=torch.int32, device=device)
+    place[1] = 1  # of the expert that no row picks
+    table = replace(
+        expert_cache.static_table(place, None),
+        state=expert_cache.new_state(EXPERTS, LRU).to(device),
+        filling=Filling(words, host, slots, 16),
+    )
+    ids = torch.tensor([[0, -1]], dtype=torch.int32, device=device)
+    expert_cache.resolve(Picks(ids, torch.ones(1, USED, device=device)), table, NO_POLICY, None)
+    expert_cache.fill(Filling(words, host, slots, 16))
+    return slots.float()
 
 
 def _delta(device: torch.device, rows: int) -> torch.Tensor:
@@ -249,6 +275,7 @@ TRIALS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "experts of many rows in bf16": lambda device: _many_experts(device, torch.bfloat16),
     "experts of many rows in f16": lambda device: _many_experts(device, torch.float16),
     "experts of the CPU": _handover,
+    "caches of experts": _expert_cache,
     "gated linear attention, steps": lambda device: _delta(device, ROWS),
     "gated linear attention, prompts": lambda device: _delta(device, 70),
     "sampler": _sampler,

@@ -189,6 +189,12 @@ void bind_cold(nb::module_& m) {
             const ColdCounts& found = self.counts();
             return std::vector<int64_t>{found.requests, found.picks, found.experts, found.bytes,
                                         found.busy_ns, found.sleeps};
+        })
+        .def("layer_counts", [](const ColdWorker& self) {
+            std::vector<std::array<int64_t, 4>> rows;
+            for (const ColdLayerCounts& found : self.layer_counts())
+                rows.push_back({found.requests, found.experts, found.bytes, found.busy_ns});
+            return rows;
         });
 }
 

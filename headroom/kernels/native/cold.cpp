@@ -27,7 +27,7 @@ void store_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, _
 }  // namespace
 
 ColdWorker::ColdWorker(Ops& ops, const ColdMail& mail, std::vector<ColdLayer> layers, int64_t most_rows)
-    : ops_(ops), mail_(mail), layers_(std::move(layers)), most_rows_(most_rows) {
+    : ops_(ops), mail_(mail), layers_(std::move(layers)), most_rows_(most_rows), layer_counts_(layers_.size()) {
     size_t bytes = 0, picks = 0;
     for (const ColdLayer& layer : layers_) {
         bytes = std::max(bytes, Ops::experts_scratch(most_rows, layer.used, layer.gate.columns,
@@ -116,10 +116,16 @@ void ColdWorker::serve(uint32_t number) {
         }
         store_release(mail_.failed, 1);
     }
+    const int64_t index = *mail_.layer;  // the GPU may write the next request after this answer
+    const int64_t spent =
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
+    *mail_.busy() = static_cast<uint32_t>(std::min<int64_t>(spent, UINT32_MAX));
     store_release(mail_.answer, number);  // also after a failure: the GPU must not wait for ever
-    const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
     counts_.requests.fetch_add(1, std::memory_order_relaxed);
-    counts_.busy_ns.fetch_add(spent.count(), std::memory_order_relaxed);
+    counts_.busy_ns.fetch_add(spent, std::memory_order_relaxed);
+    if (index < 0 || index >= static_cast<int64_t>(layer_counts_.size())) return;
+    layer_counts_[index].requests.fetch_add(1, std::memory_order_relaxed);
+    layer_counts_[index].busy_ns.fetch_add(spent, std::memory_order_relaxed);
 }
 
 void ColdWorker::answer_layer() {
@@ -152,6 +158,8 @@ void ColdWorker::answer_layer() {
     counts_.picks.fetch_add(asked, std::memory_order_relaxed);
     counts_.experts.fetch_add(experts, std::memory_order_relaxed);
     counts_.bytes.fetch_add(experts * bytes, std::memory_order_relaxed);
+    layer_counts_[index].experts.fetch_add(experts, std::memory_order_relaxed);
+    layer_counts_[index].bytes.fetch_add(experts * bytes, std::memory_order_relaxed);
 }
 
 }  // namespace headroom

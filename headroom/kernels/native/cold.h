@@ -6,7 +6,7 @@
 //   writes layer, rows, ids, weights, x
 //   writes the request's number       --->  sees a new number in `request`
 //   computes the hot experts                computes the cold ones with the thread pool
-//   waits for the number in `answer`  <---  writes `out`, then the same number to `answer`
+//   waits for the number in `answer`  <---  writes `out` and `busy`, then the same number to `answer`
 //   adds `out`
 //   at the step's end: increments `done`
 #pragma once
@@ -25,6 +25,7 @@ namespace headroom {
 // The addresses of the words that both sides read and write.
 struct ColdMail {
     uint32_t *request, *answer;  // numbers of the last request and of the last answer
+    uint32_t* busy() const { return answer + 1; }  // ns from seeing that request to answering it
     const int32_t *layer, *rows;
     uint32_t* done;  // how many steps the GPU has finished
     uint32_t* failed;  // the worker sets it to 1 after an exception
@@ -45,6 +46,11 @@ struct ColdCounts {
     std::atomic<int64_t> requests{0}, picks{0}, experts{0}, bytes{0}, busy_ns{0}, sleeps{0};
 };
 
+// Of one layer: what the CPU's part of the time follows from.
+struct ColdLayerCounts {
+    std::atomic<int64_t> requests{0}, experts{0}, bytes{0}, busy_ns{0};
+};
+
 class ColdWorker {
   public:
     ColdWorker(Ops& ops, const ColdMail& mail, std::vector<ColdLayer> layers, int64_t most_rows);
@@ -57,6 +63,8 @@ class ColdWorker {
     // The message of the first exception; empty if there was none.
     std::string failure();
     const ColdCounts& counts() const { return counts_; }
+    // By layer, as many as the worker was given.
+    const std::vector<ColdLayerCounts>& layer_counts() const { return layer_counts_; }
 
   private:
     void run();
@@ -71,6 +79,7 @@ class ColdWorker {
     std::vector<int32_t> ids_;
     std::vector<uint8_t> scratch_;
     ColdCounts counts_;
+    std::vector<ColdLayerCounts> layer_counts_;
     std::atomic<uint32_t> begun_{0};
     std::atomic<bool> stop_{false}, asleep_{false};
     std::mutex mutex_;

@@ -41,6 +41,16 @@ class WorkerCounts:
     sleeps: int  # how often the thread went to sleep; only tests read it, to see that it does
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """What a worker has done for one layer since it was created."""
+
+    requests: int
+    experts: int
+    read_bytes: int
+    busy_ns: int
+
+
 class ColdWorker:
     """The worker thread, which computes with the threads of POOL and sleeps between steps."""
 
@@ -81,6 +91,10 @@ class ColdWorker:
     def counts(self) -> WorkerCounts:
         """What the worker has done so far."""
         return self._end[1] if self._end is not None else WorkerCounts(*self._worker.counts())
+
+    def layer_counts(self) -> list[LayerCounts]:
+        """Return what the worker has done for each layer so far; not after it was closed."""
+        return [LayerCounts(*row) for row in self._worker.layer_counts()]
 
     def close(self) -> None:
         """End the thread; `failure` and `counts` stay available."""

@@ -9,6 +9,7 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.native import matmul
 from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.native.scratch import experts_scratch
 from headroom.kernels.ops import Case, ExpertTable, Picks
 from headroom.kernels.weight import PLAIN_TYPES
 
@@ -107,8 +108,7 @@ def scratch_bytes(ids: torch.Tensor, table: PanelTable) -> int:
     """Return the bytes of scratch memory that `experts` needs for picks of this shape."""
     (rows, used), (width, hidden) = ids.shape, table.shapes[0]
     count = len(table.addresses)
-    size: int = MODULE.experts_scratch(rows, used, hidden, width, count, tiles=table.tiles)
-    return size
+    return experts_scratch(rows, used, hidden, width, count, tiles=table.tiles)
 
 
 def experts_into(

@@ -12,7 +12,7 @@ from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.ops import Case, PagedKv, Span
 from headroom.kernels.weight import Weight
 
-# Limits of the C++ attention (attention.cpp).
+# Limits of the C++ attention (attention.cpp); a test compares them.
 MAX_GROUP, MAX_DIM = 32, 512  # query heads per KV head, values of a head
 
 
@@ -79,7 +79,7 @@ class NativeLayer:
         cos: torch.Tensor,
         sin: torch.Tensor,
         step: Step,
-        scratch: torch.Tensor,
+        scratch: torch.Tensor,  # uint8, of `scratch.layer_scratch` bytes at least
     ) -> None:
         """Run the layer on the residual stream `x [rows, hidden]`, in place."""
         self._layer.run(
@@ -88,12 +88,6 @@ class NativeLayer:
             step.spans.pages.data_ptr(), step.spans.trees.data_ptr(), scratch.data_ptr(),
             scratch.numel(),
         )  # fmt: skip
-
-    def scratch_bytes(self, rows: int, step: Step) -> int:
-        """Return the bytes of scratch memory for a step of `rows` rows."""
-        table = step.spans.rows.data_ptr()
-        needed: int = self._layer.scratch_bytes(POOL.ops, (rows, 0), table, step.count)
-        return needed
 
 
 def refuses(case: Case, quants: Sequence[QuantType], sizes: HeadSizes) -> str | None:

@@ -7,6 +7,7 @@ import torch
 from headroom.kernels.native import module
 from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.native.scratch import matmul_scratch
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES, PRODUCT_TYPES, Weight
 
@@ -93,7 +94,7 @@ def _matmul(
     rows = x.shape[0]
     out = torch.empty(rows, weight.rows) if out is None else out
     _check(out, (rows, weight.rows))
-    scratch_bytes = MODULE.matmul_scratch(rows, weight.columns)
+    scratch_bytes = matmul_scratch(rows, weight.columns)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
     POOL.ops.matmul(
         weight.data.data_ptr(), weight.quant.ggml_id, weight.rows, weight.columns, x.data_ptr(),

@@ -11,12 +11,12 @@ from headroom.kernels.native import experts, matmul
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.weight import Weight
 
-TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
+MEASURED_TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
 SIZE = 4096  # rows and columns of a product
 TOUCHED_BYTES = 512 << 20  # read in one round: more than any cache holds
 EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # a layer of Qwen3.5-35B-A3B
 PROMPT_ROWS = 64  # rows of a prompt; with as many experts each expert has eight picks
-ROUNDS = 5
+TIMED_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def measure_kernels() -> Iterator[Measured]:
     """Yield the read bandwidth, one-row products of each type, and one token's experts."""
     bandwidth = read_bandwidth()
     yield Measured("read", bandwidth, 1.0)
-    for name in TYPES:
+    for name in MEASURED_TYPES:
         for int8 in (True, False) if BY_NAME[name].block > 1 else (False,):
             speed = product_speed(BY_NAME[name], int8=int8)
             label = f"{name} x {'int8' if int8 else 'f32'}, one row"
@@ -135,7 +135,7 @@ def random_panels(quant: QuantType, rows: int, columns: int) -> torch.Tensor:
 def best_speed(run: Callable[[], object], size_bytes: int) -> float:
     """Return gigabytes per second in the best of a few rounds."""
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(TIMED_ROUNDS):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)

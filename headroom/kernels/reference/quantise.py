@@ -12,7 +12,7 @@ from headroom.formats.quants import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, QuantType
 from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES
 
-BLOCK = 32
+BLOCK_VALUES = 32
 CACHE_TYPES = (*PLAIN_TYPES, *(quant.name for quant in (Q8_0, Q5_1, Q5_0, Q4_1, Q4_0)))
 
 
@@ -32,7 +32,7 @@ def quantise(x: torch.Tensor, quant: QuantType) -> torch.Tensor:
         raise KernelError(
             f"{quant} is not a cache type.", hint=f"Choose from {', '.join(CACHE_TYPES)}."
         )
-    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
+    blocks = x.float().reshape(*x.shape[:-1], x.shape[-1] // BLOCK_VALUES, BLOCK_VALUES)
     if quant is Q8_0:
         parts = _eight_bits(blocks)
     elif quant in (Q4_0, Q5_0):

@@ -1,18 +1,17 @@
 """Other programs' settings that come nearest to a plan."""
 
 import math
+import re
 import shlex
 from pathlib import Path
 
 from headroom.plan.plan import Plan
 
-PLACEHOLDER = "/path/to/MODEL.gguf"  # of a model that is not a GGUF file on this disk
-
 
 def llama_server_command(plan: Plan, model_path: Path | None) -> str:
     """Return the llama-server command that comes nearest to a plan.
 
-    Without the path of a GGUF file, a placeholder stands in its place.
+    Without the path of a GGUF file, the command names the file as people would call it.
     Slots of llama-server share one context, and it can only move the experts of whole layers.
     For another machine, whose cores are unknown, the flag for threads is left out unless --threads
     is given.
@@ -20,7 +19,7 @@ def llama_server_command(plan: Plan, model_path: Path | None) -> str:
     settings = plan.settings
     flags = [
         "llama-server",
-        f"-m {shlex.quote(str(model_path or PLACEHOLDER))}",
+        f"-m {shlex.quote(str(model_path or likely_file(plan)))}",
         f"-c {settings.context * settings.parallel}",
         f"-np {settings.parallel}",
         f"-b {max(settings.chunk, 32)} -ub {max(settings.chunk, 32)}",
@@ -37,6 +36,11 @@ def llama_server_command(plan: Plan, model_path: Path | None) -> str:
     if cold := _layers_with_cold_experts(plan):
         flags.append(f"--n-cpu-moe {cold}")
     return " ".join(flags)
+
+
+def likely_file(plan: Plan) -> str:
+    """Return what a GGUF file of the model would be called: qwen3-0.6b-q4_k_m.gguf."""
+    return re.sub(r"[^\w.-]+", "-", plan.model).strip("-") + ".gguf"
 
 
 def _layers_with_cold_experts(plan: Plan) -> int:

@@ -1,13 +1,11 @@
-"""A plan as versioned JSON, and how one of its lines came about."""
+"""A plan as versioned JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from headroom.errors import OptionError
 from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
-from headroom.units import gib
 
 JSON_VERSION = 1
 
@@ -50,22 +48,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "estimate": predicted.estimate,
         },
     }
-
-
-def explain_line(plan: Plan, name: str) -> str:
-    """Return how one line came about, wherever the plan has it."""
-    places = [(device.name, device.lines) for device in plan.devices]
-    places.append(("host memory", plan.host.lines))
-    rows = [
-        f"{name} on {place}: {line.bytes} bytes ({gib(line.bytes)}), {line.why}"
-        for place, lines in places
-        for line in lines
-        if line.name == name
-    ]
-    if not rows:
-        names = dict.fromkeys(line.name for _, lines in places for line in lines)
-        raise OptionError(f"The plan has no line {name!r}.", hint=f"It has {', '.join(names)}.")
-    return "\n".join(rows)
 
 
 def _lines_json(lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -1,27 +1,19 @@
 """A plan as a table with a memory map, for a terminal or as plain text."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headroom.plan.layout import DevicePlan
-from headroom.plan.lines import Line
+from headroom.plan.layout import DevicePlan, HostPlan
 from headroom.plan.plan import Plan
+from headroom.plan.show.palette import FREE_LETTER, line_looks
 from headroom.units import counted, gib
 
 BAR_WIDTH = 60  # columns of a memory map
-_COLOURS = {
-    "core_weights": "blue", "hot_experts": "cyan", "cold_experts": "bright_cyan",
-    "expert_staging": "bright_yellow", "expert_spare": "bright_yellow",
-    "embeddings": "bright_blue", "head": "bright_blue", "kv": "green",
-    "recurrent_state": "bright_green", "verify_scratch": "yellow", "staging": "yellow",
-    "workspace": "bright_yellow", "logits": "yellow", "draft_weights": "magenta",
-    "draft_kv": "bright_magenta", "feature_ring": "magenta", "graphs": "white",
-    "runtime": "white", "reserve": "bright_black", "snapshots": "bright_green",
-}  # fmt: skip
+OVER = "|"  # in a map: what is to the right of it is missing
 
 
 def plan_text(plan: Plan, width: int = 120) -> str:
@@ -35,10 +27,10 @@ def plan_table(plan: Plan) -> RenderableType:
     """Return the plan for a rich console: a table and a memory map for each device."""
     parts: list[RenderableType] = [Text(_headline(plan), style="bold")]
     for device in plan.devices:
-        parts += [_table(_title(device), device.lines, device.free_bytes), _map(device)]
+        parts += [_table(_title(device), device), _map(device)]
     if plan.host.lines:
         title = f"host memory, {gib(plan.host.total_bytes)}"
-        parts.append(_table(title, plan.host.lines, plan.host.free_bytes))
+        parts += [_table(title, plan.host), _map(plan.host)]
     parts += [Text(row) for row in _footer(plan)]
     return Group(*parts)
 
@@ -92,35 +84,48 @@ def _title(device: DevicePlan) -> str:
     return title
 
 
-def _table(title: str, lines: Sequence[Line], free_bytes: int) -> Table:
+def _table(title: str, place: DevicePlan | HostPlan) -> Table:
+    """Return the lines of one memory; the first column is the legend of its map."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column("letter", no_wrap=True)
     table.add_column("line", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    for line in lines:
-        colour = _COLOURS.get(line.name, "")
-        table.add_row(Text(line.name, style=colour), gib(line.bytes), Text(line.why, style="dim"))
-    word, style = ("free", "bold") if free_bytes >= 0 else ("missing", "bold red")
-    table.add_row(Text(word, style=style), Text(gib(abs(free_bytes)), style=style), "")
+    looks = line_looks([line.name for line in place.lines])
+    for line in place.lines:
+        look = looks[line.name]
+        table.add_row(
+            Text(look.letter, style=look.terminal),
+            Text(line.name, style=look.terminal),
+            gib(line.bytes),
+            Text(line.why, style="dim"),
+        )
+    free = place.free_bytes
+    letter, word, style = (FREE_LETTER, "free", "bold")
+    if free < 0:
+        letter, word, style = (OVER, "missing", "bold red")
+    size = Text(gib(abs(free)), style=style)
+    table.add_row(Text(letter, style=style), Text(word, style=style), size, "")
     return table
 
 
-def _map(device: DevicePlan) -> Text:
-    """Return one bar in which every line has its share of the device."""
-    whole = max(device.total_bytes, sum(line.bytes for line in device.lines), 1)
-    bar, drawn, reached = Text("["), 0, 0
-    for line in device.lines:
+def _map(place: DevicePlan | HostPlan) -> Text:
+    """Return one bar in which every line has its share of the memory.
+
+    If the lines do not fit, they fill the bar, and a mark shows where the memory ends.
+    """
+    whole = max(place.total_bytes, sum(line.bytes for line in place.lines), 1)
+    looks = line_looks([line.name for line in place.lines])
+    bar, reached = Text(), 0
+    for line in place.lines:
         reached += line.bytes
-        columns = reached * BAR_WIDTH // whole - drawn
-        bar.append(_letter(line.name) * columns, style=_COLOURS.get(line.name, ""))
-        drawn += columns
-    bar.append("." * (BAR_WIDTH - drawn))
-    return bar.append("]")
-
-
-def _letter(name: str) -> str:
-    """Return the letter of a line in the map, so that it reads without colours as well."""
-    return name[0] if name != "runtime" else "x"
+        columns = reached * BAR_WIDTH // whole - len(bar)
+        bar.append(looks[line.name].letter * columns, style=looks[line.name].terminal)
+    bar.append(FREE_LETTER * (BAR_WIDTH - len(bar)))
+    if place.free_bytes < 0:
+        end = place.total_bytes * BAR_WIDTH // whole
+        bar = bar[:end] + Text(OVER, style="bold red") + bar[end:]
+    return Text("[") + bar + Text("]")
 
 
 def _footer(plan: Plan) -> Iterable[str]:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 
 from headroom.errors import KernelError
+from headroom.kernels.cuda import code_cache
 from headroom.kernels.cuda import compile as compiling
 from headroom.kernels.cuda.code_cache import CodeCache, code_folder, code_key, kept_bytes
 from headroom.kernels.cuda.nvrtc import FLAGS, Nvrtc, open_nvrtc
@@ -179,7 +180,7 @@ def test_a_folder_that_may_only_be_read_is_read(
     start(monkeypatch, tmp_path)
     load()
     monkeypatch.setattr(os, "utime", refuse)
-    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(code_cache, "write_all", refuse)
     start(monkeypatch, tmp_path)
     load()
     assert gpu.compiled == [(KERNEL, "sm_90")]

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from headroom.experts.cache import RULES
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts_packed, grouped, handover
 from headroom.kernels.cuda.compile import SOURCES, read_source
@@ -92,7 +93,14 @@ DEFINES: dict[str, list[Defines]] = {
             ("q4_k", "bf16", 0),
         )
     ]
-    + [_experts("q4_k", "q6_k", 0) | {"EXPERTS": 256, "SIGMOID": 0}],
+    + [
+        _experts("q4_k", "q6_k", 0) | {"EXPERTS": 256, "SIGMOID": 0},
+        _experts("q4_k", "q6_k", 0) | {"FILLS": 1, "AHEAD": 1},
+    ],
+    "expert_cache.cu": [
+        RULES.macros | handover.WORDS | {"THREADS": 256},
+        RULES.macros | handover.WORDS | {"THREADS": 1024, "EXPERTS": 512, "SIGMOID": 1},
+    ],
     "grouped.cu": [
         {"ROWS": rows, "STAGES": stages, "HALVES": halves}
         for halves in (0, 1)

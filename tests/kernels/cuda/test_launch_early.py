@@ -12,19 +12,26 @@ from headroom.kernels.cuda.compile import SOURCES, read_source
 WAITS = ("wait_for_last();", "begin_after_last();")
 
 
-def compiled(call: ast.expr, around: ast.FunctionDef) -> tuple[str, str]:
-    """The source and name of the kernel that an expression in a function stands for."""
+def compiled(call: ast.expr, around: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """The sources and names of the kernels that an expression in a function may stand for."""
+    calls = [call]
     if isinstance(call, ast.Name):
-        (call,) = (
+        calls = [
             found.value
             for found in ast.walk(around)
             if isinstance(found, ast.Assign)
             and isinstance(found.targets[0], ast.Name)
             and found.targets[0].id == call.id
-        )
-    assert isinstance(call, ast.Call)
-    source, name = (ast.literal_eval(word) for word in call.args[:2])
-    return source, name
+        ]
+    assert calls
+    for one in calls:
+        assert isinstance(one, ast.Call)
+        source, name = (ast.literal_eval(word) for word in one.args[:2])
+        yield source, name
+
+
+def is_early(keyword: ast.keyword) -> bool:
+    return keyword.arg == "early" and ast.literal_eval(keyword.value) is True
 
 
 def early_launches(path: Path) -> Iterator[tuple[str, str]]:
@@ -32,8 +39,8 @@ def early_launches(path: Path) -> Iterator[tuple[str, str]]:
         if not isinstance(function, ast.FunctionDef):
             continue
         for call in ast.walk(function):
-            if isinstance(call, ast.Call) and any(x.arg == "early" for x in call.keywords):
-                yield compiled(call.func, function)
+            if isinstance(call, ast.Call) and any(map(is_early, call.keywords)):
+                yield from compiled(call.func, function)
 
 
 EARLY = sorted({launch for path in SOURCES.glob("*.py") for launch in early_launches(path)})

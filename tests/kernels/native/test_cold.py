@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headroom.formats.quants import BY_NAME
-from headroom.kernels.cuda.handover import MOST_ROWS, Mailbox
+from headroom.kernels.cuda.handover import MOST_ROWS, WORDS, Mailbox
 from headroom.kernels.native import experts as native_experts
 from headroom.kernels.native.cold import ColdTable, ColdWorker
 from headroom.kernels.native.module import MODULE
@@ -114,6 +114,24 @@ def test_no_step_is_slept_through(worker: ColdWorker, box: Mailbox) -> None:
         gpu.answer(1)
         gpu.end_step()
     assert worker.counts.sleeps > 100
+
+
+def test_each_layer_has_counts_of_its_own_and_an_answer_says_how_long_it_took(
+    worker: ColdWorker, box: Mailbox
+) -> None:
+    gpu, busy_ns = MailboxGpu(box), [0, 0]
+    for layer, experts in ((0, [0, 1]), (1, [2, 2]), (1, [3, -1])):
+        gpu.ask(layer, torch.ones(1, HIDDEN), torch.tensor([experts]).int(), torch.ones(1, USED))
+        gpu.answer(1)
+        busy_ns[layer] += int(box.words[WORDS["ANSWER"] + 1])
+    until = time.monotonic() + WAIT_S
+    while worker.counts.requests < 3 or worker.layer_counts()[1].requests < 2:
+        assert time.monotonic() < until, "an answer is not counted"
+    total, (first, second) = worker.counts, worker.layer_counts()
+    assert [(one.requests, one.experts) for one in (first, second)] == [(1, 2), (2, 2)]
+    assert first.read_bytes == second.read_bytes == total.read_bytes // 2
+    assert min(busy_ns) > 0
+    assert [first.busy_ns, second.busy_ns] == busy_ns
 
 
 def test_counts_can_be_read_after_the_thread_has_ended(worker: ColdWorker, box: Mailbox) -> None:

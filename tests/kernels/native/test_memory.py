@@ -1,12 +1,17 @@
-"""WeightMemory: its pieces do not overlap, are aligned, and keep their chunk alive."""
+"""WeightMemory: its pieces do not overlap, are aligned, and keep their chunk alive; pages."""
 
 import gc
 import itertools
+import mmap
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headroom.kernels.native import memory
 from headroom.kernels.native.memory import CHUNK_BYTES, VECTOR_ALIGNMENT, WeightMemory
 
 
@@ -28,3 +33,22 @@ def test_a_chunk_lives_as_long_as_its_pieces() -> None:
     del memory
     gc.collect()
     assert torch.equal(piece, torch.full((100,), 7, dtype=torch.uint8))
+
+
+def resident_bytes() -> int:
+    """The memory of this process that the system has given."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is resident")
+@pytest.mark.parametrize("libc", [True, False])
+def test_touched_pages_are_resident_and_hold_zeros(
+    libc: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not libc:
+        monkeypatch.setattr(memory, "_libc", lambda: None)
+    size = 2 * memory.TOUCH_BYTES + 12345
+    pages, before = memory.large_pages(size), resident_bytes()
+    memory.touch_pages(pages)
+    assert resident_bytes() - before > 0.9 * size
+    assert not pages.any()

@@ -1,105 +1,132 @@
-"""The plan's picture: every line has a box of its share, and a row of the legend."""
+"""The plan's picture: every line has a box of its share, and nothing runs over its room."""
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
 
 from headroom.options import Options
+from headroom.plan.known import known_shape
 from headroom.plan.lines import Line
-from headroom.plan.plan import Plan, make_plan
+from headroom.plan.plan import DoesNotFitError, Plan, make_plan
+from headroom.plan.show.palette import LOOKS
 from headroom.plan.show.picture import plan_svg
-from headroom.units import GIB, gib
+from headroom.units import gib
+from tests.plan.drawn_plans import drawn_plans
 from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
+from tests.plan.show.pictures import (
+    SVG,
+    bars,
+    check_texts,
+    number,
+    read_picture,
+    written,
+)
 
-SVG = "{http://www.w3.org/2000/svg}"
-# Pixels: width of the picture and of a bar, height of a bar, of a row, and the free space around.
-WIDTH, ROOM, BAR, ROW, MARGIN = 960, 920, 36, 18, 20
-
-
-def box(element: ET.Element) -> tuple[float, float, float, float]:
-    """Return left, top, width and height of a box."""
-    return tuple(float(element.get(key, "nan")) for key in ("x", "y", "width", "height"))  # type: ignore[return-value]
-
-
-def title_of(element: ET.Element) -> str:
-    """Return what is shown for an element under the pointer."""
-    title = element.find(f"{SVG}title")
-    assert title is not None
-    return title.text or ""
+ROOM, MARGIN = 896, 32  # pixels: width of a bar, and the free space around
 
 
-def check_device(
-    boxes: list[ET.Element], texts: list[ET.Element], name: str, total: int, lines: Sequence[Line],
-    top: int,
-) -> None:  # fmt: skip
-    """Check the boxes and texts of one device, whose part of the picture begins at `top`."""
-    heading, *rows = texts
-    assert heading.text == f"{name}, {gib(total)}"
-    assert (heading.get("x"), heading.get("y")) == ("20", str(top + 13))
-    assert heading.get("font-weight") == "bold"
-    whole = max(total, sum(line.bytes for line in lines))
-    free, *pairs = boxes
-    bar_top = top + ROW
-    assert box(free) == (MARGIN, bar_top, ROOM, BAR)
-    assert title_of(free) == "free"
+def check_bar(boxes: Sequence[ET.Element], total: int, lines: Sequence[Line]) -> None:
+    """Check that a bar's boxes follow each other and have the shares of the lines."""
+    free, *parts = boxes
+    taken = sum(line.bytes for line in lines)
+    whole = max(total, taken)
+    assert (number(free, "x"), number(free, "width")) == (MARGIN, ROOM)
+    assert number(free, "data-bytes") == max(0, total - taken)
+    assert [part.get("data-line") for part in parts] == [line.name for line in lines]
+    assert [number(part, "data-bytes") for part in parts] == [line.bytes for line in lines]
     reached = 0
-    for index, (line, text) in enumerate(zip(lines, rows, strict=True)):
-        part, mark = pairs[2 * index : 2 * index + 2]
-        left, width = MARGIN + ROOM * reached / whole, ROOM * line.bytes / whole
-        assert box(part) == pytest.approx((left, bar_top, width, BAR), abs=0.006)
-        y = bar_top + BAR + ROW * (index + 1)
-        assert box(mark) == (MARGIN, y - 11, 12, 12)
-        assert part.get("fill") == mark.get("fill") != "#000000"
-        label = f"{line.name} {gib(line.bytes)}: {line.why}"
-        assert (title_of(part), title_of(mark), text.text) == (label, line.name, label)
-        assert (text.get("x"), text.get("y")) == (str(MARGIN + 20), str(y))
+    for part, line in zip(parts, lines, strict=True):
+        assert number(part, "x") == pytest.approx(MARGIN + ROOM * reached / whole, abs=0.006)
+        assert number(part, "width") == pytest.approx(ROOM * line.bytes / whole, abs=0.006)
+        assert part.get("fill") == LOOKS[line.name].fill
         reached += line.bytes
 
 
-def check_picture(plan: Plan) -> None:
-    """Check all that a picture shows against the plan's own numbers."""
-    root = ET.fromstring(plan_svg(plan))
-    boxes, texts = root.findall(f"{SVG}rect"), root.findall(f"{SVG}text")
-    places = [(device.name, device.total_bytes, device.lines) for device in plan.devices]
+def check_picture(plan: Plan) -> list[str]:
+    """Check all that a picture shows against the plan's own numbers; return its texts."""
+    root = read_picture(plan_svg(plan))
+    check_texts(root)
+    places = [(device.total_bytes, device.lines) for device in plan.devices]
     if plan.host.lines:
-        places.append(("host memory", plan.host.total_bytes, plan.host.lines))
-    top = MARGIN
-    for name, total, lines in places:
-        count = 1 + 2 * len(lines)
-        check_device(boxes[:count], texts[: 1 + len(lines)], name, total, lines, top)
-        boxes, texts = boxes[count:], texts[1 + len(lines) :]
-        top += ROW + BAR + ROW * len(lines) + ROW + MARGIN
-    assert (boxes, texts) == ([], [])
-    assert title_of(root) == plan.model
-    sides = (root.get("width"), root.get("height"), root.get("viewBox"))
-    assert sides == (str(WIDTH), str(top), f"0 0 {WIDTH} {top}")
+        places.append((plan.host.total_bytes, plan.host.lines))
+    drawn = bars(root)
+    assert len(drawn) == len(places)
+    for boxes, (total, lines) in zip(drawn, places, strict=True):
+        check_bar(boxes, total, lines)
+    missing = [max(0, sum(x.bytes for x in lines) - total) for total, lines in places]
+    hatched = [x for x in root.iter(f"{SVG}rect") if x.get("class") == "missing"]
+    assert len(hatched) == len([size for size in missing if size])
+    return [text.words for text in written(root)]
 
 
-def test_every_line_of_every_device_has_a_box_of_its_share_and_a_row_of_the_legend() -> None:
+@example_settings(max_examples=40)
+@given(drawn_plans())
+def test_every_plan_is_drawn_to_its_last_byte_and_no_text_runs_over(plan: Plan) -> None:
+    check_picture(plan)
+
+
+def test_a_plan_shows_model_context_speed_free_memory_and_every_line() -> None:
     plan = make_plan([laguna()], [gpu(12), host(64)], Options())
-    assert plan.host.lines
-    check_picture(plan)
-    check_picture(make_plan([smollm2()], [cpu(24)], Options()))
+    texts = check_picture(plan)
+    assert texts[:2] == ["fits", "laguna-xs.2:q4_k_m"]
+    assert "on cuda:0 (12.00 GiB), with 64.00 GiB of host memory" in texts
+    predicted, device = plan.predicted, plan.devices[0]
+    for label, value in (
+        ("context, tokens", "8,192"),
+        ("decode, tokens/s", f"{predicted.decode_tokens_per_s:,.1f}"),
+        ("prompts, tokens/s", f"{predicted.prefill_tokens_per_s:,.0f}"),
+        ("hot experts", f"{100 * device.hot_experts / device.total_experts:.0f} %"),
+        ("free", gib(device.free_bytes)),
+    ):
+        assert texts[texts.index(label) + 1] == value
+    for line in (*device.lines, *plan.host.lines):
+        if line.bytes:
+            assert LOOKS[line.name].title in texts
+            assert gib(line.bytes) in texts
+    joined = " ".join(texts)
+    assert all(line.why in joined for line in device.lines if line.bytes)
+    assert all(note in joined for note in plan.notes)
 
 
-def test_lines_that_take_more_than_the_device_has_fill_the_bar_and_no_more() -> None:
-    plan = make_plan([smollm2()], [cpu(24)], Options())
-    small = replace(plan.devices[0], total_bytes=GIB // 64)
-    assert sum(line.bytes for line in small.lines) > small.total_bytes
-    check_picture(replace(plan, devices=(small,)))
+def test_a_plan_that_does_not_fit_says_what_is_missing_and_promises_no_speed() -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        make_plan([laguna()], [gpu(1), host(4)], Options())
+    plan = refused.value.plan
+    texts = check_picture(plan)
+    places = {**{device.name: device for device in plan.devices}, "host memory": plan.host}
+    name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
+    missing = sum(max(0, -place.free_bytes) for place in places.values())
+    assert texts[0] == f"does not fit: {gib(missing)} missing"
+    at = texts.index("missing")
+    assert texts[at : at + 3] == ["missing", gib(-worst.free_bytes), f"of {name}"]
+    assert f"{gib(-worst.free_bytes)} missing" in texts
+    assert not any("tokens/s" in words for words in texts)
 
 
-def test_marks_of_markup_in_names_are_shown_as_they_are() -> None:
-    plan = replace(make_plan([smollm2()], [cpu(24)], Options()), model='<a & "b">')
-    check_picture(plan)
+def test_a_device_that_is_named_by_its_size_says_it_once_and_a_draft_is_named() -> None:
+    shapes = [known_shape("qwen3.6-27b:q4_k_m"), known_shape("qwen3.6-27b-dflash")]
+    device = replace(gpu(80), name="80.00GiB")
+    texts = check_picture(make_plan(shapes, [device, host(64)], Options()))
+    below = "on 80.00GiB, with 64.00 GiB of host memory, drafted by qwen3.6-27b-dflash:bf16"
+    assert below in texts
+    assert texts[texts.index("80.00GiB") + 1] == "layers 0 to 63"
 
 
-def test_a_line_that_has_no_colour_of_its_own_is_black() -> None:
+def test_long_names_and_marks_of_markup_are_wrapped_and_shown_as_they_are() -> None:
+    name = '<a & "b"> ' + "long-name-" * 12
+    plan = replace(make_plan([smollm2()], [cpu(24)], Options()), model=name)
+    texts = check_picture(plan)
+    assert name.replace(" ", "") in "".join(texts).replace(" ", "")
+
+
+def test_a_line_that_has_no_look_of_its_own_is_black() -> None:
     plan = make_plan([smollm2()], [cpu(24)], Options())
     device = plan.devices[0]
-    lines = (replace(device.lines[0], name="other"),)
-    root = ET.fromstring(plan_svg(replace(plan, devices=(replace(device, lines=lines),))))
-    fills = [element.get("fill") for element in root.findall(f"{SVG}rect")]
-    assert fills[:3] == ["#f4f4f4", "#000000", "#000000"]
+    lines = (replace(device.lines[0], name="other_line"),)
+    root = read_picture(plan_svg(replace(plan, devices=(replace(device, lines=lines),))))
+    assert [part.get("fill") for part in bars(root)[0][1:]] == ["#000000"]
+    assert "other line" in [text.words for text in written(root)]

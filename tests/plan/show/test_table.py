@@ -12,9 +12,11 @@ from rich.segment import Segment
 from headroom.options import Options
 from headroom.plan.lines import Line
 from headroom.plan.plan import Plan, make_plan
+from headroom.plan.show.palette import LOOKS
+from headroom.plan.show.report import plan_json
 from headroom.plan.show.table import compare_table, plan_table, plan_text
 from headroom.units import GIB, gib
-from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
+from tests.plan.shapes import cpu, gpu, host, hybrid_plan, laguna, smollm2
 
 WIDE = 400  # columns, so that no row is folded
 
@@ -33,26 +35,29 @@ def too_small() -> Plan:
 
 
 def table_rows(title: str, lines: Sequence[Line], free: int) -> Iterable[str]:
-    """Yield a device's rows: names to the left, sizes to the right, then the reasons."""
-    word = "free" if free >= 0 else "missing"
+    """Yield a memory's rows: letter and name to the left, sizes to the right, then the reasons."""
+    letter, word = (".", "free") if free >= 0 else ("|", "missing")
     names = max(len(name) for name in (word, *(line.name for line in lines)))
     sizes = max(len(gib(size)) for size in (abs(free), *(line.bytes for line in lines)))
     yield title
     for line in lines:
-        yield f"{line.name:<{names}}  {gib(line.bytes):>{sizes}}  {line.why}"
-    yield f"{word:<{names}}  {gib(abs(free)):>{sizes}}"
+        look = LOOKS[line.name].letter
+        yield f"{look}  {line.name:<{names}}  {gib(line.bytes):>{sizes}}  {line.why}"
+    yield f"{letter}  {word:<{names}}  {gib(abs(free)):>{sizes}}"
 
 
 def memory_map(total: int, lines: Sequence[Line]) -> str:
     """Return 60 columns, each with the letter of the line that reaches beyond its beginning."""
-    letters = {"runtime": "x"}
-    whole, bar = max(total, sum(line.bytes for line in lines)), ""
+    taken = sum(line.bytes for line in lines)
+    whole, bar = max(total, taken), ""
     for column in range(60):
+        if taken > total and column == total * 60 // whole:
+            bar += "|"
         reached, letter = 0, "."
         for line in lines:
             reached += line.bytes
             if reached * 60 // whole > column:
-                letter = letters.get(line.name, line.name[0])
+                letter = LOOKS[line.name].letter
                 break
         bar += letter
     return f"[{bar}]"
@@ -72,6 +77,7 @@ def test_every_device_has_a_title_its_lines_what_is_free_and_a_map(make: object)
     if plan.host.lines:
         title = f"host memory, {gib(plan.host.total_bytes)}"
         expected += table_rows(title, plan.host.lines, plan.host.free_bytes)
+        expected.append(memory_map(plan.host.total_bytes, plan.host.lines))
     _, *rows = plan_text(plan, WIDE).splitlines()
     assert rows[: len(expected)] == expected
 
@@ -156,3 +162,65 @@ def test_plans_side_by_side_have_the_sums_of_all_devices_and_the_host() -> None:
     assert [row.rstrip() for row in rows] == [
         f"{name:<{names}}  {row[0]:>{first}}  {row[1]:>{second}}" for name, row in expected.items()
     ]
+
+
+def test_the_text_names_every_line_and_the_verdict() -> None:
+    plan = make_plan([smollm2()], [cpu(24)], Options(kv_type="q8_0"))
+    text = plan_text(plan)
+    assert text.startswith("smollm2 fits: context 8192, parallel 4, chunk 512, cache of 32768")
+    assert all(f"  {line.name} " in text for line in plan.devices[0].lines)
+    assert "lossy: cached keys are kept in q8_0" in text
+    assert "(estimated), bound by memory of cpu" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "threads"),
+    [
+        (Options(), "; 4 threads\n", 4),
+        (Options(threads=1), "; 1 thread\n", 1),
+        (Options(threads=3, pin_threads=True), "; 3 threads, pinned\n", 3),
+        (Options(device="rtx3060-12gb", threads=3), "; 3 threads\n", 3),
+        (Options(device="rtx3060-12gb"), None, None),
+        (Options(ram="24GiB"), None, None),
+    ],
+)
+def test_a_plan_shows_the_threads_of_this_machine_only(
+    options: Options, shown: str | None, threads: int | None
+) -> None:
+    plan = make_plan([smollm2()], [cpu(24)], options)
+    text = plan_text(plan)
+    assert shown in text if shown else "thread" not in text.partition("\nweights")[2]
+    assert plan_json(plan)["settings"]["threads"] == threads
+
+
+def test_the_memory_map_has_the_same_width_for_every_device() -> None:
+    bars = [row for row in plan_text(hybrid_plan()).splitlines() if row.startswith("[")]
+    assert [len(bar) for bar in bars] == [62, 62]
+    assert "k" in bars[0]
+    assert "c" in bars[1]
+
+
+def test_the_table_has_colours_on_a_terminal() -> None:
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, width=100).print(plan_table(hybrid_plan()))
+    assert "\x1b[" in out.getvalue()
+
+
+def test_plans_stand_side_by_side() -> None:
+    out = io.StringIO()
+    plans = {"12 GiB": hybrid_plan(12), "24 GiB": hybrid_plan(24)}
+    Console(file=out, width=80).print(compare_table(plans))
+    rows = {row[:17].strip(): row[17:].split() for row in out.getvalue().splitlines()}
+    assert rows["context"] == ["8192", "8192"]
+    assert rows["cold_experts"][-1] == "-"
+    assert rows["hot experts"][-3:] == ["9984", "of", "9984"]
+    assert rows["fits"] == ["yes", "yes"]
+
+
+def test_a_long_name_of_a_plan_is_folded_and_stays_whole() -> None:
+    name = "0123456789" * 6
+    out = io.StringIO()
+    Console(file=out, width=40).print(compare_table({name: hybrid_plan(12)}))
+    head = out.getvalue().partition("context")[0]
+    assert "".join(head.split()) == name

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from headroom.server.responses_output import InputText
+from headroom.server.custom_input import InputText
 
 
 def read(arguments: str, sizes: list[int]) -> tuple[str, str]:
@@ -15,7 +15,9 @@ def read(arguments: str, sizes: list[int]) -> tuple[str, str]:
     for size in [*sizes, len(arguments)]:
         deltas += reader.push(arguments[at : at + size])
         at += size
-    return deltas, reader.whole(arguments)
+    whole = deltas + reader.finish()
+    assert whole == InputText.of(arguments)
+    return deltas, whole
 
 
 TEXTS = [
@@ -44,7 +46,7 @@ def test_a_text_is_read_however_its_json_is_cut(text: str, ascii_only: bool) -> 
 @pytest.mark.parametrize(
     "arguments", ["", "[1]", "{}", '{"text": "x"}', '{"input": 7}', "not JSON", '{"inp', '"x"']
 )
-def test_other_arguments_are_the_text_themselves(arguments: str) -> None:
+def test_arguments_without_an_input_text_are_the_text_itself(arguments: str) -> None:
     assert read(arguments, [1] * len(arguments)) == ("", arguments)
 
 

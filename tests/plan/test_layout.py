@@ -1,4 +1,4 @@
-"""Every byte of weights is in a plan exactly once, however layers are shared; exact limits."""
+"""lay_out: every byte of weights is held exactly once, and no other sharing holds more."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,61 +7,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headroom.errors import OptionError, PlanError
+from headroom.errors import PlanError
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
+from headroom.plan.layout import DevicePlan, Layout, Pinning, biggest_line, lay_out
+from headroom.plan.lines import Line
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
-from headroom.plan.settings import pages_for
-from headroom.plan.shape import LayerShape, ModelShape
+from headroom.plan.settings import PlanRequest
+from headroom.plan.shape import LayerRange, ModelShape
 from headroom.units import GIB, MIB
-from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
+from tests.plan.shapes import (
+    EMBED,
+    HEAD,
+    LOOKUP,
+    NORM,
+    cpu,
+    gpu,
+    host,
+    layered,
+    smollm2,
+)
+from tests.plan.shapes import settings as plan_settings
 
 WEIGHT_LINES = {"core_weights", "embeddings", "head", "hot_experts", "cold_experts"}
-KINDS = ("full", "window", "recurrent")
-# Sizes that no sum of the others makes up for.
-EMBED, HEAD, LOOKUP, NORM = 7_000_003 * 32, 11_000_027 * 32, 13_000_027 * 32, 4096 * 4
-
-
-def layered(experts: tuple[int, ...], tied: bool, lookup: bool) -> ModelShape:
-    """Return a model with a layer for each number of experts; every layer has its own sizes."""
-    layers = tuple(
-        LayerShape(
-            kind=KINDS[index % 3],  # type: ignore[arg-type]
-            core_bytes=(20 + index) * MIB + 1,
-            core_values=40 * MIB,
-            query_heads=8,
-            kv_heads=8,
-            key_dim=64,
-            value_dim=64,
-            window=512 if index % 3 == 1 else 0,
-            ffn_width=1024,
-            experts=count,
-            experts_used=min(2, count),
-            expert_width=512 if count else 0,
-            expert_bytes=(3 + index) * MIB + 256 if count else 0,
-            state_values=4096 if index % 3 == 2 else 0,
-            state_heads=4,
-            mixer_width=1024,
-        )
-        for index, count in enumerate(experts)
-    )
-    return ModelShape(
-        name="layered",
-        architecture="llama",
-        hidden=512,
-        vocab=8192,
-        context_limit=4096,
-        layers=layers,
-        embed_bytes=EMBED,
-        embed_values=EMBED,
-        head_bytes=0 if tied else HEAD,
-        head_values=0 if tied else HEAD,
-        lookup_bytes=LOOKUP if lookup else 0,
-        lookup_values=LOOKUP if lookup else 0,
-        norm_bytes=NORM,
-        norm_values=NORM // 4,
-        ffn_width=1024,
-    )
 
 
 MODELS = st.builds(
@@ -88,9 +56,12 @@ def plan_anyway(model: ModelShape, devices: list[DeviceSpec], options: Options) 
         return error.plan
 
 
-def check_composition(model: ModelShape, plan: Plan) -> None:
-    """Compare the lines of weights with the model's own numbers, one kind at a time."""
-    everywhere = [x for place in (*plan.devices, plan.host) for x in place.lines]
+def check_composition(model: ModelShape, plan: Plan | Layout) -> None:
+    """Compare the lines of weights with the model's own numbers, one kind at a time.
+
+    Every byte is held once. Where slots change hands, the host also has copies of hot experts.
+    """
+    everywhere = [x for device in plan.devices for x in device.lines] + list(plan.host.lines)
     found = {
         name: sum(line.bytes for line in everywhere if line.name == name) for name in WEIGHT_LINES
     }
@@ -100,8 +71,16 @@ def check_composition(model: ModelShape, plan: Plan) -> None:
     assert found["embeddings"] == EMBED + model.lookup_bytes
     assert found["head"] == model.head_bytes + (EMBED if apart else 0)
     experts = sum(layer.experts * layer.expert_bytes for layer in model.layers)
-    assert found["hot_experts"] + found["cold_experts"] == experts
-    assert sum(found.values()) == model.weight_bytes + (EMBED if apart else 0)
+    copies = 0
+    if isinstance(plan, Plan) and plan.settings.keep_host_copy:
+        hot = [count for device in plan.devices for count in device.hot_by_layer]
+        copies = sum(
+            count * layer.expert_bytes
+            for layer, count in zip(model.layers, hot, strict=True)
+            if count < layer.experts
+        )
+    assert found["hot_experts"] + found["cold_experts"] == experts + copies
+    assert sum(found.values()) == model.weight_bytes + copies + (EMBED if apart else 0)
     # Each device holds what its own layers need, and the layers are shared without gaps.
     ranges = [device.layers for device in plan.devices]
     assert (ranges[0].first, ranges[-1].last) == (0, len(model.layers) - 1)
@@ -122,6 +101,7 @@ def check_composition(model: ModelShape, plan: Plan) -> None:
 @example(layered((4, 4, 4), True, True), (4.0, 4.0), None)
 @example(layered((16, 0, 16), False, True), (0.9, 0), "40%")
 @example(layered((16, 0, 16), True, False), (0, 1.2, 1.2), None)
+@example(layered((0, 16, 16, 16, 16), True, False), (1.2,), None)
 def test_every_byte_of_weights_is_planned_exactly_once(
     model: ModelShape, sizes: tuple[float, ...], budget: str | None
 ) -> None:
@@ -170,73 +150,6 @@ def test_tables_move_to_a_gpu_that_has_exactly_the_room_for_them() -> None:
     assert "embeddings" not in planned(needed - 1).devices[0].allocated
 
 
-def fixed(model: ModelShape, size: int, **more: object) -> Plan:
-    """Plan a model with all settings fixed on a CPU with so many bytes."""
-    device = replace(cpu(1), total_bytes=size, available_bytes=size)
-    given = {"context": 8192, "parallel": 4, "chunk": 512, "cache_tokens": 1 << 18}
-    options = Options(weights="packed", **(given | more))  # type: ignore[arg-type]
-    return make_plan([model], [device], options)
-
-
-def test_a_device_of_exactly_the_planned_size_fits_and_one_byte_less_does_not() -> None:
-    needed = sum(line.bytes for line in fixed(smollm2(), 64 * GIB).devices[0].lines)
-    assert needed > 8 * GIB  # below that the reserve is a share of the device
-    assert fixed(smollm2(), needed + 1).devices[0].free_bytes == 1
-    assert fixed(smollm2(), needed).devices[0].free_bytes == 0
-    with pytest.raises(DoesNotFitError) as refused:
-        fixed(smollm2(), needed - 1)
-    assert refused.value.plan.devices[0].free_bytes == -1
-    assert not refused.value.plan.fits
-
-
-def test_host_memory_of_exactly_the_planned_size_fits_and_one_byte_less_does_not() -> None:
-    options = Options(context=4096, parallel=1, chunk=512, expert_budget="30%")
-
-    def planned(size: int) -> Plan:
-        behind = replace(host(1), total_bytes=size, available_bytes=size)
-        return make_plan([laguna()], [gpu(24), behind], options)
-
-    needed = sum(line.bytes for line in planned(64 * GIB).host.lines)
-    assert planned(needed).host.free_bytes == 0
-    with pytest.raises(DoesNotFitError, match="host memory has"):
-        planned(needed - 1)
-
-
-@pytest.mark.parametrize(("cache_tokens", "fits"), [(4097, True), (4033, True), (4032, False)])
-def test_a_cache_holds_one_whole_context_in_whole_pages(cache_tokens: int, fits: bool) -> None:
-    if fits:
-        plan = fixed(smollm2(), 64 * GIB, context=4096, cache_tokens=cache_tokens)
-        assert plan.settings.pages == pages_for(cache_tokens) >= 64
-    else:
-        with pytest.raises(OptionError, match="cannot hold one conversation"):
-            fixed(smollm2(), 64 * GIB, context=4096, cache_tokens=cache_tokens)
-
-
-def test_a_budget_of_exactly_the_fewest_hot_experts_is_taken() -> None:
-    model = layered((16, 16, 0), tied=False, lookup=False)
-    least = 2 * (3 * MIB + 256) + 2 * (4 * MIB + 256)  # two of each layer with experts
-
-    def planned(budget: int) -> Plan:
-        options = Options(weights="packed", context=1024, parallel=1, expert_budget=f"{budget}B")
-        return make_plan([model], [gpu(4), host(64)], options)
-
-    assert planned(least).devices[0].hot_by_layer == (2, 2, 0)
-    assert planned(least + 3 * MIB + 255).devices[0].hot_by_layer == (2, 2, 0)
-    assert planned(least + 3 * MIB + 256).devices[0].hot_by_layer == (3, 2, 0)
-    with pytest.raises(PlanError, match="2 hot experts in each of 2 layers need"):
-        planned(least - 1)
-
-
-def test_as_many_devices_as_layers_are_taken_and_one_more_is_refused() -> None:
-    model = layered((0, 0, 0), tied=False, lookup=False)
-    devices = [gpu(4, f"cuda:{index}") for index in range(4)]
-    options = Options(weights="packed", context=1024, parallel=1)
-    plan = make_plan([model], [*devices[:3], host(64)], options)
-    assert [device.layers for device in plan.devices] == [(0, 0), (1, 1), (2, 2)]
-    with pytest.raises(PlanError, match="4 devices cannot share 3 layers"):
-        make_plan([model], [*devices, host(64)], options)
-
-
 def test_a_cpu_that_runs_layers_is_the_host_and_no_host_has_no_memory() -> None:
     plan = make_plan([smollm2()], [cpu(24)], Options())
     assert (plan.host.total_bytes, plan.host.lines) == (24 * GIB, ())
@@ -245,3 +158,108 @@ def test_a_cpu_that_runs_layers_is_the_host_and_no_host_has_no_memory() -> None:
     behind = make_plan([smollm2()], [gpu(4), host(8)], Options())
     assert behind.host.total_bytes == 8 * GIB
     assert [line.name for line in behind.host.lines] == ["runtime", "reserve"]
+
+
+SMALL = plan_settings(context=1024, cache_tokens=1024, chunk=64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 4, 16]), min_size=2, max_size=5),
+    st.lists(st.sampled_from([0.6, 0.9, 1.2, 1.7, 4.0]), min_size=2, max_size=2),
+    st.booleans(),
+)
+def test_no_other_sharing_of_the_layers_holds_more_experts_or_fits_instead(
+    experts: list[int], sizes: list[float], tied: bool
+) -> None:
+    model = layered(tuple(experts), tied, lookup=False)
+    devices = devices_of(tuple(sizes))
+    best = lay_out(model, devices, SMALL, PlanRequest())
+    for first in range(1, len(experts)):
+        shares = PlanRequest(split=(first, len(experts) - first))
+        other = lay_out(model, devices, SMALL, shares)
+        assert [device.layers.size for device in other.devices] == [first, len(experts) - first]
+        if other.fits:
+            assert best.fits
+            assert best.hot_experts >= other.hot_experts
+
+
+def test_beside_a_cpu_experts_lie_on_the_gpus_that_hold_them_all() -> None:
+    # By whole layers, the two with experts would be on one GPU and on the CPU.
+    devices = [gpu(0.85), gpu(0.81, "cuda:1"), cpu(0.79)]
+    found = plan_anyway(layered((0, 8, 16, 0), tied=True, lookup=False), devices, Options())
+    assert found.fits
+    assert [device.hot_experts for device in found.devices] == [0, 24, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.booleans(), st.booleans(), st.integers(1, 2))
+def test_a_placement_is_held_as_given_and_the_host_holds_what_it_leaves(
+    data: st.DataObject, copies: bool, tied: bool, count: int
+) -> None:
+    experts = data.draw(st.lists(st.sampled_from([0, 4, 16]), min_size=2, max_size=5))
+    placed = [data.draw(st.integers(0, number)) for number in experts]
+    model = layered(tuple(experts), tied, lookup=True)
+    devices = [*(gpu(4, f"cuda:{index}") for index in range(count)), host(64)]
+    chosen = replace(SMALL, keep_host_copy=copies)
+    found = lay_out(model, devices, chosen, PlanRequest(), placed)
+    assert [n for device in found.devices for n in device.hot_by_layer or ()] == (
+        placed if any(experts) else []
+    )
+    # Copies of hot experts are kept only in layers that also have cold ones.
+    behind = sum(
+        layer.expert_bytes * (layer.experts - (0 if copies else hot))
+        for layer, hot in zip(model.layers, placed, strict=True)
+        if hot < layer.experts
+    )
+    held = {line.name: line.bytes for line in found.host.lines}
+    assert held.get("cold_experts", 0) == behind
+    assert (found.host.pinning is None) == (behind == 0)
+    if not copies:
+        check_composition(model, found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "pin", "pinning"),
+    [
+        (None, True, Pinning.PINNED),
+        (0, True, Pinning.PINNED),
+        (-1, True, Pinning.OVER_LIMIT),
+        (None, False, Pinning.TURNED_OFF),
+    ],
+)
+def test_cold_experts_are_pinned_up_to_the_limit_unless_turned_off(
+    limit: int | None, pin: bool, pinning: Pinning
+) -> None:
+    """`limit` is counted from the bytes of the cold experts; None: there is none."""
+    model = layered((16, 16), tied=True, lookup=False)
+    cold = 12 * (3 * MIB + 256) + 10 * (4 * MIB + 256)
+    behind = replace(host(64), pinnable_bytes=None if limit is None else cold + limit)
+    chosen = replace(SMALL, pin_experts=pin)
+    found = lay_out(model, [gpu(4), behind], chosen, PlanRequest(), placed=(4, 6))
+    assert {line.name: line.bytes for line in found.host.lines}["cold_experts"] == cold
+    assert found.host.pinning is pinning
+
+
+def test_only_lines_that_can_be_made_smaller_are_the_biggest() -> None:
+    kept = [
+        Line("kv", 3, ""),
+        Line("workspace", 5, ""),
+        Line("reserve", 90, ""),
+        Line("runtime", 70, ""),
+    ]
+    assert biggest_line(kept) == Line("workspace", 5, "")
+    assert biggest_line(kept[2:]) == Line("reserve", 90, "")
+
+
+def test_free_bytes_are_what_no_line_takes_and_may_be_missing() -> None:
+    device = DevicePlan(
+        name="cuda:0",
+        kind="cuda",
+        total_bytes=100,
+        lines=(Line("kv", 60, ""), Line("graphs", 50, "")),
+        layers=LayerRange(0, 3),
+        hot_by_layer=(1, 0, 2, 4),
+    )
+    assert (device.free_bytes, device.hot_experts) == (-10, 7)
+    assert device.allocated == {"kv": 60}

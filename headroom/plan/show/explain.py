@@ -1,0 +1,382 @@
+"""explain_line(): one line of a plan multiplied out, number by number."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from headroom.errors import OptionError
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.cuda.sampler_tables import sampler_bytes
+from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.machine.devices import DeviceSpec
+from headroom.plan.experts import (
+    STREAM_BUFFERS,
+    bounce_bytes,
+    expert_staging_bytes,
+    largest_expert,
+)
+from headroom.plan.layout import Pinning
+from headroom.plan.lines import (
+    TREE_NODES,
+    Line,
+    checked_row_bytes,
+    core_bytes,
+    embed_bytes,
+    graph_parts,
+    head_bytes,
+    logits_rows,
+    lookup_bytes,
+    norm_bytes,
+    snapshot_bytes,
+)
+from headroom.plan.plan import Plan
+from headroom.plan.settings import PlanSettings
+from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
+from headroom.plan.workspace import workspace_phases
+from headroom.units import gib
+
+KINDS = {"full": "full-attention", "window": "window", "recurrent": "recurrent"}
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One number of a product, and what it counts."""
+
+    number: int
+    noun: str  # in the singular
+
+    def __str__(self) -> str:
+        return f"{self.number:,} {self.noun}{'' if self.number == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A product whose last factor is in bytes; terms add up to a line."""
+
+    factors: tuple[Factor, ...]
+    what: str = ""  # that has these bytes
+    note: str = ""  # what the factors do not say
+
+    @property
+    def bytes(self) -> int:
+        """The product."""
+        return prod(factor.number for factor in self.factors)
+
+    def __str__(self) -> str:
+        words = [" x ".join(map(str, self.factors))]
+        if len(self.factors) > 1:
+            words.append(f"= {self.bytes:,} bytes")
+        if self.what:
+            words.append(self.what)
+        if self.note:
+            words.append(f"({self.note})")
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a line stands: a device that runs layers, or the host behind the devices."""
+
+    name: str
+    lines: tuple[Line, ...]
+    spec: DeviceSpec
+    layers: tuple[LayerShape, ...]  # that run here; none of host memory
+    hot_by_layer: tuple[int, ...]
+    ends: bool  # whether the last layer runs here
+    neighbours: int  # devices that it takes rows from or hands rows to
+
+
+def explain_line(plan: Plan, name: str) -> str:
+    """Return how one line came about, multiplied out, wherever the plan has it."""
+    found = [(place, line) for place in places(plan) for line in place.lines if line.name == name]
+    if not found:
+        names = dict.fromkeys(line.name for place in places(plan) for line in place.lines)
+        raise OptionError(f"The plan has no line {name!r}.", hint=f"It has {', '.join(names)}.")
+    rows = []
+    for place, line in found:
+        terms = line_terms(plan, place, line)
+        rows.append(f"{name} on {place.name}: {line.bytes:,} bytes ({gib(line.bytes)}), {line.why}")
+        rows += [f"    {term}" for term in terms]
+        if len(terms) > 1:
+            rows.append(f"    together {line.bytes:,} bytes")
+    return "\n".join(rows)
+
+
+def places(plan: Plan) -> Iterator[Place]:
+    """Yield every place of a plan that has lines."""
+    specs = {device.name: device for device in plan.problem.devices}
+    count = len(plan.devices)
+    for index, device in enumerate(plan.devices):
+        first, last = device.layers
+        yield Place(
+            name=device.name,
+            lines=device.lines,
+            spec=specs[device.name],
+            layers=plan.problem.model.layers[first : last + 1],
+            hot_by_layer=device.hot_by_layer,
+            ends=index == count - 1,
+            neighbours=(index > 0) + (index < count - 1),
+        )
+    if plan.host.lines:
+        host = next(device for device in plan.problem.devices if device.kind == "cpu")
+        yield Place("host memory", plan.host.lines, host, (), (), ends=False, neighbours=0)
+
+
+def line_terms(plan: Plan, place: Place, line: Line) -> list[Term]:
+    """Return the products that add up to a line's bytes."""
+    terms = [term for term in TERMS[line.name](plan, place, line) if term.bytes]
+    assert sum(term.bytes for term in terms) == line.bytes, (line, terms)
+    return terms
+
+
+def _plain(size: int, what: str, note: str = "") -> Term:
+    return Term((Factor(size, "byte"),), what, note)
+
+
+def _bits(size: int, values: int) -> str:
+    return f"{values:,} values of {8 * size / values:.4g} bits" if values else ""
+
+
+def _weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    settings, model = plan.settings, plan.problem.model
+    sizes = Counter(
+        (KINDS[layer.kind], core_bytes([layer], settings), layer.core_values)
+        for layer in place.layers
+    )
+    for (kind, size, values), count in sizes.items():
+        factors = (Factor(count, f"{kind} layer"), Factor(size, "byte"))
+        yield Term(factors, note=f"{_bits(size, values)} in a layer")
+    if place.ends:
+        yield _plain(norm_bytes(model, settings), "of the final norm and others outside the layers")
+
+
+def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    """Yield the tables that a line holds; the bytes of the line tell which ones these are."""
+    settings, model = plan.settings, plan.problem.model
+    tables = {
+        "head": _table(model, head_bytes(model, settings), model.head_values),
+        "token table": _table(model, embed_bytes(model, settings), model.embed_values),
+    }
+    per_layer = lookup_bytes(model, settings)
+    lookup = _plain(per_layer, "of per-layer tables", _bits(per_layer, model.lookup_values))
+    if line.name == "head" and tables["head"].bytes == line.bytes:
+        yield tables["head"]
+        return
+    if line.bytes != per_layer:
+        yield tables["token table"]
+    if line.bytes != tables["token table"].bytes:
+        yield lookup
+
+
+def _table(model: ModelShape, size: int, values: int) -> Term:
+    rows = values // model.hidden
+    if rows and not values % model.hidden and not size % rows:
+        factors = (Factor(rows, "row"), Factor(size // rows, "byte"))
+        return Term(factors, note=f"{_bits(size // rows, model.hidden)} in a row")
+    return _plain(size, "", _bits(size, values))
+
+
+def _hot(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    counts = zip(place.hot_by_layer, place.layers, strict=True)
+    yield from _experts((count, layer.expert_bytes) for count, layer in counts)
+
+
+def _cold(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    """Yield the experts that host memory holds: those that are not hot, or all of their layers."""
+    hot = [count for device in plan.devices for count in device.hot_by_layer]
+    rows = [(x, n) for x, n in zip(plan.problem.model.layers, hot, strict=True) if n < x.experts]
+    copies = plan.settings.keep_host_copy
+    yield from _experts((x.experts - (0 if copies else n), x.expert_bytes) for x, n in rows)
+
+
+def _experts(counts: Iterator[tuple[int, int]]) -> Iterator[Term]:
+    sizes: Counter[int] = Counter()
+    for count, size in counts:
+        sizes[size] += count
+    for size, count in sizes.items():
+        yield Term((Factor(count, "expert"), Factor(size, "byte")), note="gate, up and down")
+
+
+def _expert_staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    settings, hidden = plan.settings, plan.problem.model.hidden
+    unpacks = settings.expert_unpack_bytes
+    one = expert_staging_bytes(place.layers, hidden, 0) // 2  # without unpacking: two experts
+    if not unpacks:
+        yield Term((Factor(2, "buffer"), Factor(one, "byte")), "of one expert each")
+        return
+    buffers = bounce_bytes(place.layers)
+    downs = line.bytes - one - buffers
+    each = Factor(buffers // STREAM_BUFFERS, "byte")
+    yield Term((Factor(STREAM_BUFFERS, "buffer"), each), "for cold experts on their way")
+    yield _plain(downs, "of unpacked down matrices")
+    yield _plain(one, "of one expert for an exchange")
+
+
+def _expert_spare(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    layers = plan.problem.model.layers
+    hot = [count for device in plan.devices for count in device.hot_by_layer]
+    with_cold = [x for x, n in zip(layers, hot, strict=True) if n < x.experts]
+    yield _plain(largest_expert(with_cold), "of the largest expert")
+    if plan.host.pinning is not Pinning.PINNED and line.bytes > largest_expert(with_cold):
+        each = Factor(bounce_bytes(layers) // STREAM_BUFFERS, "byte")
+        yield Term((Factor(STREAM_BUFFERS, "buffer"), each), "of pinned memory")
+
+
+def _kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    yield from _cache(place.layers, plan.settings)
+
+
+def _draft_kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    yield from _cache(_draft(plan).layers, plan.settings)
+
+
+def _cache(layers: Sequence[LayerShape], settings: PlanSettings) -> Iterator[Term]:
+    sizes: Counter[tuple[str, int, int, int, int]] = Counter()
+    for layer in layers:
+        if layer.kind == "recurrent" or not layer.owns_kv or not layer.kv_heads:
+            continue
+        window = layer.kind == "window"
+        pages = settings.window_pages(layer.window) if window else settings.pages
+        key = (KINDS[layer.kind], pages, layer.kv_heads, layer.key_dim, layer.value_dim)
+        sizes[key] += 1
+    for (kind, pages, heads, key_dim, value_dim), count in sizes.items():
+        key_bytes = checked_row_bytes(settings.k_type, key_dim, "A key head")
+        value_bytes = checked_row_bytes(settings.v_type, value_dim, "A value head")
+        yield Term(
+            (
+                Factor(count, f"{kind} layer"),
+                Factor(pages, "page"),
+                Factor(settings.page_size, "token"),
+                Factor(heads, "KV head"),
+                Factor(key_bytes + value_bytes, "byte"),
+            ),
+            note=f"{key_bytes:,} of a key of {key_dim} values in {settings.k_type} and "
+            f"{value_bytes:,} of a value of {value_dim} in {settings.v_type}",
+        )
+
+
+def _state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    sequences = plan.settings.parallel
+    sizes = Counter(layer.state_values + layer.conv_values for layer in place.layers)
+    for values, count in sizes.items():
+        yield Term(
+            (
+                Factor(sequences, "sequence"),
+                Factor(count, "recurrent layer"),
+                Factor(values, "value"),
+                Factor(F32_BYTES, "byte"),
+            )
+        )
+
+
+def _staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    settings, model = plan.settings, plan.problem.model
+    rows, values = Factor(settings.stream_rows, "row"), Factor(model.hidden, "value")
+    wide = Factor(F32_BYTES, "byte")
+    yield Term((Factor(model.staging_buffers, "buffer"), rows, values, wide))
+    yield Term((rows, Factor(model.side_values, "value"), wide), "of per-layer inputs")
+    if place.neighbours and settings.handover_type != "f32":
+        size = BY_NAME[settings.handover_type].bytes_for(model.hidden)
+        buffers = Factor(place.neighbours, "buffer")
+        yield Term(
+            (buffers, rows, Factor(size, "byte")), f"handed over in {settings.handover_type}"
+        )
+
+
+def _workspace(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    if plan.problem.request.published_activation:
+        yield _plain(line.bytes, "", line.why)
+        return
+    phases = workspace_phases(plan.problem.model, place.layers, place.spec, plan.settings)
+    largest = max(phases, key=lambda name: phases[name])
+    others = ", ".join(f"{name} {size:,}" for name, size in phases.items() if name != largest)
+    note = f"phases follow each other; smaller: {others}" if others else ""
+    yield _plain(phases[largest], f"in the phase {largest}", note)
+
+
+def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    values = sum(layer.verify_values for layer in place.layers)
+    yield Term(
+        (
+            Factor(plan.settings.parallel, "sequence"),
+            Factor(TREE_NODES, "tree node"),
+            Factor(values, "value"),
+            Factor(F32_BYTES, "byte"),
+        )
+    )
+
+
+def _logits(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    rows, vocab = logits_rows(plan.settings, plan.problem.request), plan.problem.model.vocab
+    yield Term((Factor(rows, "row"), Factor(vocab, "token"), Factor(F32_BYTES, "byte")))
+    if place.spec.kind != "cpu":
+        drawing = sampler_bytes(DECODE_ROWS, vocab)
+        yield _plain(drawing, f"of tables and scratch that draw tokens of {DECODE_ROWS} rows")
+
+
+def _draft(plan: Plan) -> ModelShape:
+    draft = plan.problem.request.draft
+    assert draft is not None
+    return draft
+
+
+def _draft_weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    draft = _draft(plan)
+    for size, count in Counter(layer.core_bytes for layer in draft.layers).items():
+        yield Term((Factor(count, "layer"), Factor(size, "byte")))
+    yield _plain(draft.norm_bytes, "outside the layers")
+
+
+def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    rows = plan.settings.rows
+    yield Term((Factor(rows, "row"), Factor(line.bytes // rows, "byte")), note=line.why)
+
+
+def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    each = snapshot_bytes(plan.problem.model, plan.settings)
+    yield _plain(line.bytes, "by --snapshots", f"a whole context takes {each:,}")
+
+
+def _graphs(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    parts = graph_parts(plan.problem.model, place.layers, place.spec, plan.settings)
+    for what, size in parts.items():
+        yield _plain(size, f"for {what}")
+
+
+def _runtime(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    yield _plain(line.bytes, "that we do not allocate", line.why)
+
+
+def _reserve(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    spec = place.spec
+    taken = max(0, spec.total_bytes - spec.available_bytes)
+    driver = min(taken, spec.driver_bytes)
+    kept = line.bytes - taken
+    yield _plain(kept, "kept free", "512 MiB, or a sixteenth of the memory if that is less")
+    yield _plain(driver, "held by an idle driver", "an estimate")
+    yield _plain(taken - driver, "held by others")
+
+
+TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
+    "core_weights": _weights,
+    "head": _tables,
+    "embeddings": _tables,
+    "hot_experts": _hot,
+    "cold_experts": _cold,
+    "expert_staging": _expert_staging,
+    "expert_spare": _expert_spare,
+    "kv": _kv,
+    "recurrent_state": _state,
+    "staging": _staging,
+    "workspace": _workspace,
+    "verify_scratch": _verify,
+    "logits": _logits,
+    "draft_weights": _draft_weights,
+    "draft_kv": _draft_kv,
+    "feature_ring": _feature_ring,
+    "snapshots": _snapshots,
+    "graphs": _graphs,
+    "runtime": _runtime,
+    "reserve": _reserve,
+}

@@ -1,0 +1,33 @@
+"""What a large piece of work took goes back to the system, also from threads that live on."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from headroom.server import host_memory
+from headroom.server.host_memory import MOST_KEPT_BYTES, giving_back, resident_bytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+
+
+def take(blocks: int) -> list[bytes]:
+    """Take a block of 1,000 bytes so often, and return a few of them, which hold their place."""
+    return [bytes([number % 256]) * 1000 for number in range(blocks)][::1000]
+
+
+def test_threads_keep_nothing_of_what_they_took() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        before = resident_bytes()
+        kept = [threads.submit(giving_back, take, blocks=200_000) for _ in range(4)]
+        assert [len(one.result()) for one in kept] == [200] * 4
+        assert resident_bytes() - before < MOST_KEPT_BYTES
+
+
+def test_an_error_passes_and_small_work_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(host_memory, "give_back_unused", lambda: given_back.append(True))
+    assert giving_back(take, 1000) == [bytes(1000)]
+    with pytest.raises(ZeroDivisionError):
+        giving_back(divmod, 1, 0)
+    assert given_back == []
