@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from headroom.machine.devices import DeviceKind, DeviceSpec
+from headroom.plan.cost_model import ColdSpeeds, cold_speeds_of
 from headroom.plan.experts import (
     HotExperts,
     bounce_bytes,
@@ -23,10 +24,11 @@ from headroom.plan.lines import (
     snapshot_bytes,
     stage_lines,
 )
-from headroom.plan.settings import PlanRequest, PlanSettings
-from headroom.plan.shape import LayerRange, LayerShape, ModelShape
+from headroom.plan.settings import PlanRequest, PlanSettings, PlanStage
+from headroom.plan.shape import LayerRange, LayerShape
 from headroom.plan.sharing import (
     FixedBytes,
+    LayerUnits,
     RangeValuer,
     check_device_count,
     layer_times,
@@ -47,9 +49,11 @@ class DevicePlan:
     total_bytes: int
     lines: tuple[Line, ...]
     layers: LayerRange
+    settings: PlanSettings  # the plan's, with the types and kernels of this device
     hot_by_layer: tuple[int, ...] = ()  # routed experts held here, for each of its layers
     total_experts: int = 0  # routed experts of its layers
     holds_all: bool = False  # no host memory is behind it: a CPU, or unified memory
+    cold_speeds: ColdSpeeds | None = None  # where some experts of its layers are cold
 
     @property
     def hot_experts(self) -> int:
@@ -114,9 +118,8 @@ class Layout:
 
 
 def lay_out(
-    model: ModelShape,
-    devices: Sequence[DeviceSpec],
-    settings: PlanSettings,
+    stages: Sequence[PlanStage],
+    devices: Sequence[DeviceSpec],  # those of the stages, and the host behind them
     request: PlanRequest,
     placed: Sequence[int] | None = None,
 ) -> Layout:
@@ -126,73 +129,71 @@ def lay_out(
     it as many are hot as fit, the same number in every layer.
     """
     best, best_rank = None, (False, 0, 0)
-    for ranges in _range_choices(model, devices, settings, request):
-        layout = _Builder(model, tuple(devices), settings, request, ranges, placed).build()
-        rank = (layout.fits, layout.hot_experts, -_picoseconds(model, devices, settings, ranges))
+    for ranges in _range_choices(stages, devices, request):
+        layout = _Builder(tuple(stages), tuple(devices), request, ranges, placed).build()
+        rank = (layout.fits, layout.hot_experts, -_picoseconds(stages, ranges))
         if best is None or rank > best_rank:
             best, best_rank = layout, rank
     assert best is not None
     return best
 
 
-def _picoseconds(
-    model: ModelShape,
-    devices: Sequence[DeviceSpec],
-    settings: PlanSettings,
-    ranges: tuple[LayerRange, ...],
-) -> int:
+def _picoseconds(stages: Sequence[PlanStage], ranges: tuple[LayerRange, ...]) -> int:
     """Return the time in which the devices read what one token needs, one after the other."""
-    stages = [device for device in devices if device.runs_layers]
     if len(stages) == 1:
         return 0  # there is no choice
     return sum(
-        sum(layer_times(model, device, settings)[first : last + 1])
-        for device, (first, last) in zip(stages, ranges, strict=True)
+        sum(layer_times(stage)[first : last + 1])
+        for stage, (first, last) in zip(stages, ranges, strict=True)
     )
 
 
 def _range_choices(
-    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, request: PlanRequest
+    stages: Sequence[PlanStage], devices: Sequence[DeviceSpec], request: PlanRequest
 ) -> Iterator[tuple[LayerRange, ...]]:
     """Yield the ways to share the layers that are worth comparing, the preferred one first."""
-    stages = [device for device in devices if device.runs_layers]
-    last = len(model.layers) - 1
+    layers = stages[0].model.layers
     if len(stages) == 1:
-        yield (LayerRange(0, last),)
+        yield (LayerRange(0, len(layers) - 1),)
         return
-    check_device_count(len(model.layers), len(stages))
+    check_device_count(len(layers), len(stages))
+    units = LayerUnits.of(layers)
     if request.split:
-        yield split_by_weights(len(model.layers), request.split)
+        ranges = split_by_weights(len(layers), request.split)
+        units.check(ranges)
+        yield ranges
         return
+    units.check_count(len(stages))
 
     def fixed_bytes(index: int, layer_range: LayerRange) -> int:
         ranges = tuple(layer_range for _ in stages)  # only the device's own range is read
-        builder = _Builder(model, tuple(devices), settings, request, ranges)
-        return sum(line.bytes for line in builder.fixed_lines(index, stages[index]))
+        builder = _Builder(tuple(stages), tuple(devices), request, ranges)
+        return sum(line.bytes for line in builder.fixed_lines(index))
 
-    value_of = RangeValuer(model, stages, settings, request, fixed_bytes)
-    found = share_layers(len(model.layers), len(stages), value_of)
+    value_of = RangeValuer(stages, request, fixed_bytes)
+    found = share_layers(len(units), len(stages), units.value_of(value_of))
     if found is not None:
-        yield found
-    if found is None or any(device.holds_all for device in stages):
+        yield units.ranges(found)
+    if found is None or any(stage.device.holds_all for stage in stages):
         # A CPU that runs layers also holds the other devices' cold experts, whatever its range is.
-        yield from _rough_choices(model, stages, settings, fixed_bytes)
+        yield from map(units.ranges, _rough_choices(stages, units, fixed_bytes))
 
 
 def _rough_choices(
-    model: ModelShape,
-    stages: Sequence[DeviceSpec],
-    settings: PlanSettings,
-    fixed_bytes: FixedBytes,
+    stages: Sequence[PlanStage], units: LayerUnits, fixed_bytes: FixedBytes
 ) -> Iterator[tuple[LayerRange, ...]]:
-    """Yield ranges by the bytes of layers and the room of devices, whether they fit or not."""
+    """Yield ranges of units by their bytes and the room of devices, whether they fit or not."""
+    model, settings = stages[0].model, stages[0].settings  # bytes differ little from stage to stage
+    last = len(model.layers) - 1
     core = [layer_bytes(layer, settings) for layer in model.layers]
     rooms = []
-    for index, device in enumerate(stages):
-        layer = len(core) - 1 if index == len(stages) - 1 else 0
-        other_bytes = fixed_bytes(index, LayerRange(layer, layer)) - core[layer]
-        rooms.append(device.total_bytes - other_bytes)
+    for index, stage in enumerate(stages):
+        layer = last if index == len(stages) - 1 else 0
+        own = layer_bytes(stage.model.layers[layer], stage.settings)
+        other_bytes = fixed_bytes(index, LayerRange(layer, layer)) - own
+        rooms.append(stage.device.total_bytes - other_bytes)
     whole = [size + layer.all_expert_bytes for size, layer in zip(core, model.layers, strict=True)]
+    whole, core = units.sums(whole), units.sums(core)
     yield split_by_balance(whole, rooms)
     for backwards in (False, True):  # fill one device first, then the next
         if ranges := split_by_filling(whole, rooms, backwards=backwards):
@@ -207,7 +208,7 @@ class _HostExperts:
 
     experts: int  # cold ones
     bytes: int  # with the copies of hot experts, if those are kept
-    largest_bytes: int  # of one expert in a layer that has cold ones
+    spare_bytes: int  # buffers through which they pass
     pinning: Pinning
 
 
@@ -215,22 +216,18 @@ class _HostExperts:
 class _Builder:
     """Builds the lines of all devices and the host for given ranges of layers."""
 
-    model: ModelShape
+    stages: tuple[PlanStage, ...]
     devices: tuple[DeviceSpec, ...]
-    settings: PlanSettings
     request: PlanRequest
     ranges: tuple[LayerRange, ...]
     placed: Sequence[int] | None = None  # hot experts by layer; None: as many as fit
 
     def build(self) -> Layout:
-        stages = [device for device in self.devices if device.runs_layers]
-        lines = [self.fixed_lines(index, device) for index, device in enumerate(stages)]
-        hot = [
-            self._hot(device, layer_range, own)
-            for device, layer_range, own in zip(stages, self.ranges, lines, strict=True)
-        ]
+        stages = range(len(self.stages))
+        lines = [self.fixed_lines(index) for index in stages]
+        hot = [self._hot(index, lines[index]) for index in stages]
         cold = self._cold(hot)
-        host_lines = [*self._cold_lines(cold), *self._other_host_lines(stages)]
+        host_lines = [*self._cold_lines(cold), *self._other_host_lines()]
         pinning = cold.pinning if cold else None
         for own, kept in zip(lines, hot, strict=True):
             if kept.staging:
@@ -238,76 +235,84 @@ class _Builder:
                 own.insert(1, Line("expert_staging", kept.staging, why))
             if kept.total:
                 own.insert(1, Line("hot_experts", kept.bytes, counted(kept.total, "routed expert")))
-        self._move_embeddings(stages, lines, host_lines)
-        host = next((device for device in self.devices if device.kind == "cpu"), None)
-        for index, device in enumerate(stages):
-            if device.holds_all and host_lines:  # the host's memory is this device's own
-                lines[index] += host_lines
+        self._move_embeddings(lines, host_lines)
+        for stage, own in zip(self.stages, lines, strict=True):
+            if stage.device.holds_all and host_lines:  # the host's memory is this device's own
+                own += host_lines
                 host_lines = []
-        plans = tuple(map(self._device_plan, stages, lines, hot, self.ranges))
+        plans = tuple(self._device_plan(index, lines[index], hot[index]) for index in stages)
+        host = self._host
         if host is None or host.runs_layers:
             total = host.total_bytes if host else 0
             return Layout(plans, HostPlan(total, tuple(host_lines), pinning))
         host_lines += runtime_lines(host)
         return Layout(plans, HostPlan(host.total_bytes, tuple(host_lines), pinning))
 
-    def fixed_lines(self, index: int, device: DeviceSpec) -> list[Line]:
-        """Return all lines of a device but its hot experts."""
+    def fixed_lines(self, index: int) -> list[Line]:
+        """Return all lines of a stage's device but its hot experts."""
+        stage = self.stages[index]
+        device, model = stage.device, stage.model
         final = index == len(self.ranges) - 1
         alone = len(self.ranges) == 1
         neighbours = (index > 0) + (not final)
         lines = stage_lines(
-            self.model, self.ranges[index], device, self.settings, self.request, neighbours
+            model, self.ranges[index], device, stage.settings, self.request, neighbours
         )
-        if self.model.tied and final and not alone:
-            lines.insert(1, self._table("head", "the token table as head"))
+        if model.tied and final and not alone:
+            lines.insert(1, _table(stage, "head", "the token table as head"))
         if index == 0 and device.holds_all:
-            note = "also the head" if self.model.tied and alone else ""
-            lines.insert(1, self._table("embeddings", note, lookup=True))
-        elif index == 0 and self.model.tied and alone:
-            lines.insert(1, self._table("embeddings", "also the head"))
+            note = "also the head" if model.tied and alone else ""
+            lines.insert(1, _table(stage, "embeddings", note, lookup=True))
+        elif index == 0 and model.tied and alone:
+            lines.insert(1, _table(stage, "embeddings", "also the head"))
         if final and self.request.draft is not None:
-            lines += draft_lines(self.request.draft, self.model, self.settings, self.request)
+            lines += draft_lines(self.request.draft, model, stage.settings, self.request)
         return lines + runtime_lines(device)
 
-    def _hot(
-        self, device: DeviceSpec, layer_range: LayerRange, lines: Sequence[Line]
-    ) -> HotExperts:
-        """Return the experts that a device keeps hot: all if no host memory is behind it."""
-        layers = self.model.layers[layer_range.first : layer_range.last + 1]
+    def _layers(self, index: int) -> tuple[LayerShape, ...]:
+        """Return the layers of a stage, as its kernels hold them."""
+        first, last = self.ranges[index]
+        return self.stages[index].model.layers[first : last + 1]
+
+    @property
+    def _host(self) -> DeviceSpec | None:
+        return next((device for device in self.devices if device.kind == "cpu"), None)
+
+    def _hot(self, index: int, lines: Sequence[Line]) -> HotExperts:
+        """Return the experts that a stage keeps hot: all if no host memory is behind its device."""
+        stage, layers = self.stages[index], self._layers(index)
+        device, (first, last) = stage.device, self.ranges[index]
         total = sum(layer.all_expert_bytes for layer in layers)
         if device.holds_all:
             return HotExperts(tuple(layer.experts for layer in layers), total)
         if self.placed is not None:
-            counts = tuple(self.placed[layer_range.first : layer_range.last + 1])
+            counts = tuple(self.placed[first : last + 1])
             size = sum(n * layer.expert_bytes for n, layer in zip(counts, layers, strict=True))
-            staging = self._expert_staging(layers) if size < total else 0
+            staging = _expert_staging(stage, layers) if size < total else 0
             return HotExperts(counts, size, staging)
         room, most = device.total_bytes - sum(line.bytes for line in lines), total
-        if self.request.expert_bytes is not None and self.model.expert_bytes:
-            most = self.request.expert_bytes * total // self.model.expert_bytes
-        return keep_with_staging(layers, room, most, self._expert_staging(layers))
-
-    def _expert_staging(self, layers: Sequence[LayerShape]) -> int:
-        """Return the bytes of the buffers through which cold experts are copied to a device."""
-        if not self.settings.holds_cold:
-            return 0
-        unpacks = self.settings.expert_unpack_bytes
-        return expert_staging_bytes(layers, self.model.hidden, unpacks)
+        if self.request.expert_bytes is not None and stage.model.expert_bytes:
+            most = self.request.expert_bytes * total // stage.model.expert_bytes
+        return keep_with_staging(layers, room, most, _expert_staging(stage, layers))
 
     def _cold(self, hot: Sequence[HotExperts]) -> _HostExperts | None:
         """Return what host memory holds of the experts; None where it holds none of them."""
-        counts = [count for kept in hot for count in kept.counts]
-        layers = [(x, n) for x, n in zip(self.model.layers, counts, strict=True) if n < x.experts]
-        if not layers or not self.settings.holds_cold:
+        settings = self.stages[0].settings  # those that all stages share
+        layers = [
+            (layer, count)
+            for index, kept in enumerate(hot)
+            for layer, count in zip(self._layers(index), kept.counts, strict=True)
+            if count < layer.experts
+        ]
+        if not layers or not settings.holds_cold:
             return None
         # Copies of hot experts are kept only in layers with cold ones: other layers exchange
         # nothing.
         size = sum(
-            layer.expert_bytes * (layer.experts - (0 if self.settings.keep_host_copy else count))
+            layer.expert_bytes * (layer.experts - (0 if settings.keep_host_copy else count))
             for layer, count in layers
         )
-        if not self.settings.pin_experts:
+        if not settings.pin_experts:
             pinning = Pinning.TURNED_OFF
         else:
             limit = self._pinnable_bytes
@@ -316,88 +321,117 @@ class _Builder:
         return _HostExperts(
             experts=sum(layer.experts - count for layer, count in layers),
             bytes=size,
-            largest_bytes=largest_expert([layer for layer, _ in layers]),
+            spare_bytes=self._spare_bytes(hot, pinning),
             pinning=pinning,
         )
+
+    def _spare_bytes(self, hot: Sequence[HotExperts], pinning: Pinning) -> int:
+        """Return the bytes of the buffers in host memory through which experts pass.
+
+        Each device with cold experts has its own: room for an exchange, and where experts are not
+        pinned, buffers through which prompts copy them. Dropped experts are never copied.
+        """
+        spare = 0
+        for index, (stage, kept) in enumerate(zip(self.stages, hot, strict=True)):
+            own = self._layers(index)
+            cold = [x for x, n in zip(own, kept.counts, strict=True) if n < x.experts]
+            if not cold:
+                continue
+            spare += largest_expert(cold)
+            if self._bounces(stage.settings, pinning):
+                spare += bounce_bytes(own)
+        return spare
+
+    @staticmethod
+    def _bounces(settings: PlanSettings, pinning: Pinning) -> bool:
+        """Return whether prompts copy cold experts through pinned buffers."""
+        return pinning is not Pinning.PINNED and settings.uses_arena and settings.cold != "drop"
 
     def _cold_lines(self, cold: _HostExperts | None) -> list[Line]:
         """Return the host's lines for devices that do not hold all their experts."""
         if cold is None:
             return []
         what = counted(cold.experts, "routed expert")
-        if self.settings.keep_host_copy:
+        if self.stages[0].settings.keep_host_copy:
             what += " and copies of the hot ones"
         pinned = "pinned"
         if cold.pinning is Pinning.TURNED_OFF:
             pinned = "not pinned: --no-pin"
         elif cold.pinning is Pinning.OVER_LIMIT:
             pinned = f"not pinned: the control group allows {gib(self._pinnable_bytes or 0)}"
-        spare, why = cold.largest_bytes, "for an exchange"
-        # Dropped experts are never copied to a GPU, so they need no buffers.
-        unpinned = cold.pinning is not Pinning.PINNED
-        if unpinned and self.settings.uses_arena and self.settings.cold != "drop":
-            spare += bounce_bytes(self.model.layers)
+        why = "for an exchange"
+        if any(self._bounces(stage.settings, cold.pinning) for stage in self.stages):
             why += ", and pinned buffers through which unpinned experts are copied"
         return [
             Line("cold_experts", cold.bytes, f"{what}, {pinned}"),
-            Line("expert_spare", spare, why),
+            Line("expert_spare", cold.spare_bytes, why),
         ]
 
     @property
     def _pinnable_bytes(self) -> int | None:
-        host = next((device for device in self.devices if device.kind == "cpu"), None)
-        return host.pinnable_bytes if host else None
+        return self._host.pinnable_bytes if self._host else None
 
-    def _other_host_lines(self, stages: Sequence[DeviceSpec]) -> list[Line]:
+    def _other_host_lines(self) -> list[Line]:
         """Return the host's lines other than those of experts."""
-        lines = []
+        lines, first = [], self.stages[0]
         if budget := self.request.snapshot_bytes:
-            each = snapshot_bytes(self.model, self.settings)
+            each = snapshot_bytes(first.model, first.settings)
             why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
             lines.append(Line("snapshots", budget, why))
-        if stages[0].holds_all:
+        if first.device.holds_all:
             return lines
-        if not (self.model.tied and len(stages) == 1):
-            lines.append(self._table("embeddings", "rows are read by the host", lookup=True))
-        elif lookup := lookup_bytes(self.model, self.settings):
+        if not (first.model.tied and len(self.stages) == 1):
+            lines.append(_table(first, "embeddings", "rows are read by the host", lookup=True))
+        elif lookup := lookup_bytes(first.model, first.settings):
             lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
 
-    def _move_embeddings(
-        self, stages: Sequence[DeviceSpec], lines: list[list[Line]], host_lines: list[Line]
-    ) -> None:
+    def _move_embeddings(self, lines: list[list[Line]], host_lines: list[Line]) -> None:
         """Move the token table from the host to the first device where there is room."""
         names = [line.name for line in host_lines]
         if "cold_experts" in names or "embeddings" not in names:
             return  # a device with cold experts has no room left
         if any(line.name == "embeddings" for line in lines[0]):
             return
-        free = stages[0].total_bytes - sum(line.bytes for line in lines[0])
+        first = self.stages[0]
+        free = first.device.total_bytes - sum(line.bytes for line in lines[0])
         index = names.index("embeddings")
         if free >= host_lines[index].bytes:
             host_lines.pop(index)
-            lines[0].insert(1, self._table("embeddings", "there is room", lookup=True))
+            lines[0].insert(1, _table(first, "embeddings", "there is room", lookup=True))
 
-    def _table(self, name: str, note: str, *, lookup: bool = False) -> Line:
-        model, settings = self.model, self.settings
-        size, per_layer = embed_bytes(model, settings), lookup_bytes(model, settings)
-        why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
-        if lookup and per_layer:
-            return Line(name, size + per_layer, f"{why}, and {gib(per_layer)} of per-layer tables")
-        return Line(name, size, why)
-
-    def _device_plan(
-        self, device: DeviceSpec, lines: list[Line], hot: HotExperts, layer_range: LayerRange
-    ) -> DevicePlan:
+    def _device_plan(self, index: int, lines: list[Line], hot: HotExperts) -> DevicePlan:
+        stage, host = self.stages[index], self._host
+        device, experts = stage.device, sum(layer.experts for layer in self._layers(index))
+        speeds = None
+        if host is not None and not device.holds_all and hot.total < experts:
+            speeds = cold_speeds_of(device, host)
         return DevicePlan(
             name=device.name,
             kind=device.kind,
             total_bytes=device.total_bytes,
             lines=tuple(line for line in lines if line.bytes),
-            layers=layer_range,
-            hot_by_layer=hot.counts if self.model.total_experts else (),
-            total_experts=sum(
-                x.experts for x in self.model.layers[layer_range.first : layer_range.last + 1]
-            ),
+            layers=self.ranges[index],
+            settings=stage.settings,
+            hot_by_layer=hot.counts if stage.model.total_experts else (),
+            total_experts=experts,
             holds_all=device.holds_all,
+            cold_speeds=speeds,
         )
+
+
+def _expert_staging(stage: PlanStage, layers: Sequence[LayerShape]) -> int:
+    """Return the bytes of the buffers through which cold experts are copied to a device."""
+    if not stage.settings.holds_cold:
+        return 0
+    return expert_staging_bytes(layers, stage.model.hidden, stage.settings.expert_unpack_bytes)
+
+
+def _table(stage: PlanStage, name: str, note: str, *, lookup: bool = False) -> Line:
+    """Return the line of the token table, as a stage's kernels hold it."""
+    model, settings = stage.model, stage.settings
+    size, per_layer = embed_bytes(model, settings), lookup_bytes(model, settings)
+    why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
+    if lookup and per_layer:
+        return Line(name, size + per_layer, f"{why}, and {gib(per_layer)} of per-layer tables")
+    return Line(name, size, why)

@@ -3,21 +3,22 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
+from typing import Any
 
 from headroom.errors import OptionError, PlanError
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
-from headroom.machine.precision import Precision, common_precision
+from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
 from headroom.options import Options
-from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds, cold_speeds_of
+from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
 from headroom.plan.lines import core_bytes, embed_bytes, head_bytes
 from headroom.plan.predict import Prediction, predict
-from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, held_shape
+from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, PlanStage, held_shape
 from headroom.plan.shape import ModelShape
 from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
@@ -41,14 +42,13 @@ class Plan:
 
     model: str
     fits: bool
-    settings: PlanSettings
+    settings: PlanSettings  # with the types and kernels of the first device; each has its own
     devices: tuple[DevicePlan, ...]
     host: HostPlan
     precision: Precision
     lossy: tuple[str, ...]  # named choices that change results
     notes: tuple[str, ...]  # what a user should know and no line says
     predicted: Prediction
-    cold_speeds: ColdSpeeds | None = None  # where some experts are cold
     problem: "PlanProblem" = field(repr=False, compare=False)  # the problem that this plan solves
 
     @property
@@ -58,13 +58,35 @@ class Plan:
         known = options.threads is not None or is_this_machine(options)
         return self.settings.threads if known else None
 
+    @property
+    def hot_experts(self) -> int:
+        """Routed experts in the memory of the devices that run their layers."""
+        return sum(device.hot_experts for device in self.devices)
+
+    @property
+    def total_experts(self) -> int:
+        """Routed experts of all layers."""
+        return sum(device.total_experts for device in self.devices)
+
+    @property
+    def cold_speeds(self) -> ColdSpeeds | None:
+        """The speeds for cold experts of the first device that has some; None: none has."""
+        return next((x.cold_speeds for x in self.devices if x.cold_speeds is not None), None)
+
     def placed(self, hot_by_layer: Sequence[int]) -> "Plan":
         """Return the plan of a placement that keeps so many experts of each layer hot.
 
         Experts of different layers have different sizes, so the bytes of hot and cold experts
         depend on the placement. No setting changes.
         """
-        return _plan(self.problem, self.settings, hot_by_layer)
+        return _plan(self.problem, self.stages(), hot_by_layer)
+
+    def stages(self, **changes: Any) -> list[PlanStage]:
+        """Return the devices that run layers with their settings, or with changed ones."""
+        return [
+            PlanStage(kind.device, replace(device.settings, **changes), kind.model)
+            for kind, device in zip(self.problem.kinds, self.devices, strict=True)
+        ]
 
 
 class DoesNotFitError(PlanError):
@@ -77,85 +99,99 @@ class DoesNotFitError(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
+class StageKind:
+    """A device that runs layers, with what does not depend on the settings that are solved for."""
+
+    device: DeviceSpec
+    policy: str  # the precision policy's type for it, the default for computing and the KV cache
+    compute_type: str  # of matrix products
+    kernels: str  # as in PlanSettings
+    unpack_bytes: int  # as in PlanSettings
+    model: ModelShape  # with the bytes of its weights as these kernels hold them
+
+    @classmethod
+    def of(cls, device: DeviceSpec, model: ModelShape, options: Options) -> "StageKind":
+        """Return a device with the types and kernels that the options leave it."""
+        policy = device_precision(device).type
+        compute_type, kernels = options.dtype or policy, _kernels(device, options)
+        unpack_bytes = 0 if device.kind == "cpu" else unpack_bytes_for(device.total_bytes)
+        held = held_shape(model, kernels, compute_type)
+        return cls(device, policy, compute_type, kernels, unpack_bytes, held)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanProblem:
     """A planning problem: all inputs of a plan but the settings that the solver chooses."""
 
-    model: ModelShape
+    kinds: tuple[StageKind, ...]  # one for each device that runs layers
     devices: tuple[DeviceSpec, ...]
     options: Options
-    precision: Precision
+    precision: Precision  # of all devices together
     request: PlanRequest
 
     @property
-    def compute_type(self) -> str:
-        """The type that matrix products compute in."""
-        return self.options.dtype or self.precision.type
+    def model(self) -> ModelShape:
+        """The model as the kernels of the first device hold it."""
+        return self.kinds[0].model
 
-    def settings(self, chosen: Candidate, weights: str) -> PlanSettings:
-        """Return all settings of a candidate.
+    def stages(self, chosen: Candidate, weights: str) -> tuple[PlanStage, ...]:
+        """Return the devices that run layers, with all settings of a candidate.
 
-        The policy's type is the default of three types, each with its own option: computing,
-        KV cache, and rows that are handed from one device to the next.
+        The policy's type is the default of three types, each with its own option: computing and
+        KV cache, for each device its own, and rows that are handed from one device to the next.
         """
-        options, policy = self.options, self.precision.type
-        kv_type = options.kv_type or policy
-        return PlanSettings(
+        options = self.options
+        shared = PlanSettings(
             context=chosen.context,
             parallel=chosen.parallel,
             chunk=chosen.chunk,
             cache_tokens=chosen.cache_pages * PAGE_SIZE,
-            k_type=options.k_type or kv_type,
-            v_type=options.v_type or kv_type,
-            compute_type=self.compute_type,
-            handover_type=options.activation_dtype or policy,
+            k_type="",
+            v_type="",
+            compute_type="",
+            handover_type=options.activation_dtype or self.precision.type,
             weights=weights,
             threads=options.threads or self._threads,
             pin_threads=options.pin_threads,
-            kernels=self.kernels,
-            unpack_bytes=self._unpack_bytes,
             cold=options.cold,
             pin_experts=not options.no_pin,
             keep_host_copy=options.keep_host_copy,
         )
+        stages = []
+        for kind in self.kinds:
+            kv_type = options.kv_type or kind.policy
+            settings = replace(
+                shared,
+                k_type=options.k_type or kv_type,
+                v_type=options.v_type or kv_type,
+                compute_type=kind.compute_type,
+                kernels=kind.kernels,
+                unpack_bytes=kind.unpack_bytes,
+            )
+            stages.append(PlanStage(kind.device, settings, kind.model))
+        return tuple(stages)
 
     @property
     def _threads(self) -> int:
         """Return the CPU threads: all cores, or with a GPU one less for the engine thread."""
         cores = max((device.cores for device in self.devices), default=0)
-        fed = any(device.runs_layers and device.kind != "cpu" for device in self.devices)
+        fed = any(kind.device.kind != "cpu" for kind in self.kinds)
         return max(1, cores - 1 if fed else cores)
 
     @property
-    def _unpack_bytes(self) -> int:
-        """Return the bytes that the smallest GPU unpacks at a time; 0 if only CPUs run layers."""
-        gpus = [x for x in self.devices if x.runs_layers and x.kind != "cpu"]
-        return min((unpack_bytes_for(gpu.total_bytes) for gpu in gpus), default=0)
-
-    @property
-    def kernels(self) -> str:
-        """Which kernels run the layers: a GPU's, else C++ kernels if every stage has them."""
-        stages = [device for device in self.devices if device.runs_layers]
-        if any(device.kind == "hip" for device in stages):
-            return "triton" if self.options.kernels == "auto" else self.options.kernels
-        if any(device.kind != "cpu" for device in stages):
-            return "cuda" if self.options.kernels == "auto" else self.options.kernels
-        wanted = self.options.kernels == "auto" and self.options.dtype in (None, "int8", "f32")
-        return "native" if wanted and all(device.native for device in stages) else "reference"
-
-    @property
     def native(self) -> bool:
-        """Whether C++ kernels run the layers; they read packed weights."""
-        return self.kernels == "native"
+        """Whether C++ kernels run all layers; they read packed weights."""
+        return all(kind.kernels == "native" for kind in self.kinds)
 
-    def lay_out(self, settings: PlanSettings, placed: Sequence[int] | None = None) -> Layout:
+    def lay_out(self, stages: Sequence[PlanStage], placed: Sequence[int] | None = None) -> Layout:
         """Return the best layout for settings, or the layout of a given placement of experts."""
-        return lay_out(self.model, self.devices, settings, self.request, placed)
+        return lay_out(stages, self.devices, self.request, placed)
 
     def solve(self, ranges: Ranges, weights: str) -> Candidate | None:
         """Return the best choice of the settings that the ranges leave open; None if none fits."""
 
         def count_hot(candidate: Candidate) -> int | None:
-            layout = self.lay_out(self.settings(candidate, weights))
+            layout = self.lay_out(self.stages(candidate, weights))
             return layout.hot_experts if layout.fits else None
 
         found = solve(ranges, count_hot)
@@ -191,8 +227,19 @@ class PlanProblem:
 
     @property
     def _may_have_cold(self) -> bool:
-        stages = [device for device in self.devices if device.runs_layers]
-        return bool(self.model.total_experts) and not any(device.holds_all for device in stages)
+        holds_all = any(kind.device.holds_all for kind in self.kinds)
+        return bool(self.model.total_experts) and not holds_all
+
+
+def _kernels(device: DeviceSpec, options: Options) -> str:
+    """Return which kernels run the layers of a device: a GPU's own, or C++ kernels on a CPU."""
+    wanted = options.kernels
+    if device.kind == "hip":
+        return "triton" if wanted == "auto" else wanted
+    if device.kind != "cpu":
+        return "cuda" if wanted == "auto" else wanted
+    computes = wanted != "reference" and options.dtype in (None, "int8", "f32")
+    return "native" if computes and device.native else "reference"
 
 
 def make_plan(
@@ -219,11 +266,9 @@ def make_plan(
         )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
-    precision = common_precision(stages)
-    problem = PlanProblem(model, tuple(devices), options, precision, PlanRequest())
-    held = held_shape(model, problem.kernels, problem.compute_type)
-    problem = replace(problem, model=held)
-    problem = replace(problem, request=_request(problem.model, draft, len(stages), options))
+    kinds = tuple(StageKind.of(device, model, options) for device in stages)
+    request = _request(kinds[0].model, draft, len(stages), options)
+    problem = PlanProblem(kinds, tuple(devices), options, common_precision(stages), request)
     if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
         check_expert_budget(problem.model.layers, problem.request.expert_bytes)
     ranges = open_ranges(options, model.context_limit, model.context_end)
@@ -233,7 +278,7 @@ def make_plan(
         raise _refusal(problem, ranges, weights)
     if options.weights == "auto" and _unpacks_well(problem, ranges, chosen):
         weights = "unpacked"
-    plan = _plan(problem, problem.settings(chosen, weights))
+    plan = _plan(problem, problem.stages(chosen, weights))
     _check_cold(plan, options)
     return _with_cache(problem, plan)
 
@@ -247,7 +292,7 @@ def _with_cache(problem: PlanProblem, plan: Plan) -> Plan:
     if policy == "static" or not _has_cold(plan.devices):
         return plan
     why = ""
-    if not settings.uses_arena:
+    if not all(x.settings.uses_arena for x in plan.devices if x.cold_speeds is not None):
         why = "no fused kernels of a GPU run this model's layers"
     elif settings.cold not in ("auto", "gpu"):
         why = f"with --cold {settings.cold} no expert crosses the link"
@@ -256,8 +301,7 @@ def _with_cache(problem: PlanProblem, plan: Plan) -> Plan:
     elif not _has_room_for_cache(problem.model, plan.devices):
         why = f"no layer has slots for the experts of {LEAST_TOKENS} tokens"
     if not why:
-        changed = replace(settings, keep_host_copy=True, expert_policy=policy)
-        found = _plan(problem, changed)
+        found = _plan(problem, plan.stages(keep_host_copy=True, expert_policy=policy))
         if found.fits and found.host.pinning is Pinning.PINNED:
             return found
         held = sum(line.bytes for line in found.host.lines if line.name == "cold_experts")
@@ -315,52 +359,53 @@ def _request(
 
 
 def _plan(
-    problem: PlanProblem, settings: PlanSettings, placed: Sequence[int] | None = None
+    problem: PlanProblem, stages: Sequence[PlanStage], placed: Sequence[int] | None = None
 ) -> Plan:
-    layout = problem.lay_out(settings, placed)
+    layout = problem.lay_out(stages, placed)
     return Plan(
         model=problem.model.name,
         fits=layout.fits,
-        settings=settings,
+        settings=stages[0].settings,
         devices=layout.devices,
         host=layout.host,
         precision=problem.precision,
-        lossy=tuple(_lossy(settings, layout, problem.precision)),
-        notes=tuple(_notes(problem, settings, layout)),
-        predicted=predict(problem.model, problem.devices, settings, layout),
-        cold_speeds=_cold_speeds(problem.devices, layout),
+        lossy=tuple(_lossy(problem, layout)),
+        notes=tuple(_notes(problem, layout)),
+        predicted=predict(stages, problem.devices, layout),
         problem=problem,
     )
 
 
-def _cold_speeds(devices: Sequence[DeviceSpec], layout: Layout) -> ColdSpeeds | None:
-    """Return the speeds for cold experts of the first device; None if it has no cold experts."""
-    host = next((device for device in devices if device.kind == "cpu"), None)
-    first = layout.devices[0]
-    if host is None or first.holds_all or first.hot_experts == first.total_experts:
-        return None
-    return cold_speeds_of(next(device for device in devices if device.name == first.name), host)
-
-
-def _lossy(settings: PlanSettings, layout: Layout, precision: Precision) -> Iterable[str]:
+def _lossy(problem: PlanProblem, layout: Layout) -> Iterable[str]:
     """Yield the choices that round more than the model's own arithmetic does."""
-    for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
-        if BY_NAME[name].bytes_for(32) < BY_NAME[precision.type].bytes_for(32):
-            yield f"cached {word} are kept in {name}"
-    if settings.compute_type == "int8":
-        yield "products round their activations to 8 bits per 32 columns"
-    if settings.cold == "drop" and _has_cold(layout.devices):
+    by_device = [
+        (device.name, list(_rounded(kind, device.settings)))
+        for kind, device in zip(problem.kinds, layout.devices, strict=True)
+    ]
+    alike = all(found == by_device[0][1] for _, found in by_device)
+    for name, found in by_device[:1] if alike else by_device:
+        yield from (choice if alike else f"{choice} on {name}" for choice in found)
+    if problem.options.cold == "drop" and _has_cold(layout.devices):
         yield "cold experts are left out, and the weights of a row's hot ones grow instead"
 
 
-def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iterable[str]:
+def _rounded(kind: StageKind, settings: PlanSettings) -> Iterable[str]:
+    """Yield the settings of one device that round more than its types do."""
+    for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
+        if BY_NAME[name].bytes_for(32) < BY_NAME[kind.policy].bytes_for(32):
+            yield f"cached {word} are kept in {name}"
+    if settings.compute_type == "int8":
+        yield "products round their activations to 8 bits per 32 columns"
+
+
+def _notes(problem: PlanProblem, layout: Layout) -> Iterable[str]:
     """Yield what a user should know and no line says."""
     yield (
         f"reading the weights fills up to {gib(problem.model.weight_bytes)} of file cache, which "
         "the kernel gives back when memory is short"
     )
     # Dropped experts are neither read in place nor copied for prompts.
-    pinning = layout.host.pinning if settings.cold != "drop" else None
+    pinning = layout.host.pinning if problem.options.cold != "drop" else None
     if pinning is Pinning.TURNED_OFF:
         yield (
             "cold experts are not pinned: only the CPU reads them in place, and long prompts copy "
@@ -376,15 +421,13 @@ def _notes(problem: PlanProblem, settings: PlanSettings, layout: Layout) -> Iter
             "all experts are cold: as many as one token visits would take "
             f"{gib(floor_bytes(problem.model.layers))}, and less is left for them"
         )
-    if (
-        problem.kernels == "reference"
-        and problem.options.kernels == "auto"
-        and settings.compute_type != "f32"
-    ):
-        yield (
-            f"products in {settings.compute_type} run on the slow reference kernels of a CPU; "
-            "its C++ kernels compute in f32 and int8"
-        )
+    for kind in problem.kinds:
+        slow = kind.kernels == "reference" and problem.options.kernels == "auto"
+        if slow and kind.device.kind == "cpu" and kind.compute_type != "f32":
+            yield (
+                f"products in {kind.compute_type} run on the slow reference kernels of a CPU; "
+                "its C++ kernels compute in f32 and int8"
+            )
 
 
 def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bool:
@@ -398,7 +441,7 @@ def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bo
         return False
     if any(device.kind != "cpu" for device in problem.devices) or problem.model.total_experts:
         return False
-    model, settings = problem.model, problem.settings(chosen, "unpacked")
+    model, settings = problem.model, problem.stages(chosen, "unpacked")[0].settings
     weights = core_bytes(model.layers, settings)
     weights += embed_bytes(model, settings) + head_bytes(model, settings)
     half = sum(device.available_bytes for device in problem.devices) // 2
@@ -407,7 +450,7 @@ def _unpacks_well(problem: PlanProblem, ranges: Ranges, chosen: Candidate) -> bo
 
 def _refusal(problem: PlanProblem, ranges: Ranges, weights: str) -> DoesNotFitError:
     least = ranges.candidate(ranges.contexts[-1], ranges.parallels[-1], ranges.chunks[-1])
-    plan = _plan(problem, problem.settings(least, weights))
+    plan = _plan(problem, problem.stages(least, weights))
     places = {device.name: device for device in plan.devices} | {"host memory": plan.host}
     name, worst = min(places.items(), key=lambda place: place[1].free_bytes)
     line, missing = biggest_line(worst.lines), -worst.free_bytes

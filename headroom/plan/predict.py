@@ -26,7 +26,7 @@ from headroom.plan.cost_model import (
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from headroom.plan.layout import DevicePlan, Layout, Pinning
 from headroom.plan.lines import embed_bytes, head_bytes
-from headroom.plan.settings import PlanSettings
+from headroom.plan.settings import PlanSettings, PlanStage
 from headroom.plan.shape import LayerShape, ModelShape
 
 
@@ -41,17 +41,16 @@ class Prediction:
 
 
 def predict(
-    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings, layout: Layout
+    stages: Sequence[PlanStage], devices: Sequence[DeviceSpec], layout: Layout
 ) -> Prediction:
     """Return the speed of a layout. Layers run one after another, so their times add up."""
-    by_name = {device.name: device for device in devices}
     host = next((device for device in devices if device.kind == "cpu"), None)
     pinned = layout.host.pinning in (None, Pinning.PINNED)
     decode: dict[str, float] = {}
     prefill_s = 0.0
-    for plan in layout.devices:
-        device = by_name[plan.name]
-        work = _StageWork(model, plan, settings)
+    for stage, plan in zip(stages, layout.devices, strict=True):
+        device, settings = stage.device, stage.settings
+        work = _StageWork(stage.model, plan, settings)
         speeds = cold_speeds_of(device, host or device)
         in_decode = decode_speeds(speeds, settings.cold, pinned)
         for name, seconds in _decode_parts(work, device, in_decode).items():
@@ -63,7 +62,7 @@ def predict(
     measured = all(device.measured for device in devices if device.name in used)
     return Prediction(
         decode_tokens_per_s=1 / sum(decode.values()),
-        prefill_tokens_per_s=settings.chunk / prefill_s,
+        prefill_tokens_per_s=stages[0].settings.chunk / prefill_s,
         bound_by=max(decode, key=lambda name: decode[name]),
         estimate=not measured,
     )

@@ -1,8 +1,12 @@
-"""PlanSettings: every setting of an engine that memory depends on; PlanRequest: what users ask."""
+"""PlanSettings: every setting of an engine that memory depends on; PlanRequest: what users ask.
+
+PlanStage: a device that runs layers, with its own types and kernels.
+"""
 
 from dataclasses import dataclass
 
 from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import NARROW_TYPES
 from headroom.plan.shape import ModelShape
 
@@ -81,6 +85,15 @@ class PlanSettings:
         """
         per_sequence = pages_for(window + self.chunk) + 1
         return self.parallel * min(self.sequence_pages, per_sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStage:
+    """A device that runs layers, with its own types and kernels."""
+
+    device: DeviceSpec
+    settings: PlanSettings  # the same for all stages but for types and kernels
+    model: ModelShape  # with the bytes of its weights as these kernels hold them
 
 
 @dataclass(frozen=True, slots=True)

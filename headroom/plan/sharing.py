@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headroom.errors import OptionError, PlanError
-from headroom.machine.devices import DeviceSpec
 from headroom.plan.cost_model import layer_read_seconds
 from headroom.plan.experts import expert_staging_bytes, keep_with_staging
 from headroom.plan.lines import layer_bytes, verify_bytes
-from headroom.plan.settings import PlanRequest, PlanSettings
-from headroom.plan.shape import LayerRange, ModelShape
+from headroom.plan.settings import PlanRequest, PlanStage
+from headroom.plan.shape import LayerRange, LayerShape, ModelShape
 
 PICOSECONDS = 1e12
 
@@ -64,37 +63,34 @@ def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[Layer
 class RangeValuer:
     """Values ranges from running sums over the layers, so that thousands of them cost little."""
 
-    model: ModelShape
-    stages: Sequence[DeviceSpec]
-    settings: PlanSettings
+    stages: Sequence[PlanStage]
     request: PlanRequest
     fixed_bytes: FixedBytes
-    _held: list[int] = field(init=False)  # bytes of all layers before each layer
+    _held: list[list[int]] = field(init=False)  # by device: bytes of all layers before each layer
     _times: list[list[int]] = field(init=False)  # by device: time of all layers before each layer
     _alike: list[int] = field(init=False)  # one bit for each kind of layer
     _others: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
-    _stagings: dict[int, int] = field(init=False, default_factory=dict)
+    _stagings: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        layers = self.model.layers
-        held = [self._layer_held(index) for index in range(len(layers))]
-        self._held = _sums(held)
-        self._times = [_sums(layer_times(self.model, x, self.settings)) for x in self.stages]
+        self._held = [_sums(self._layers_held(stage)) for stage in self.stages]
+        self._times = [_sums(layer_times(stage)) for stage in self.stages]
+        layers = self.stages[0].model.layers
         kinds = list(dict.fromkeys(layers))
         self._alike = [1 << kinds.index(layer) for layer in layers]
 
     def __call__(self, device: int, first: int, last: int) -> RangeValue | None:
         """Return the value of a range on a device, or None where its lines do not fit."""
-        spec = self.stages[device]
-        taken = self._held[last + 1] - self._held[first] + self._other_bytes(device, first, last)
-        layers = self.model.layers[first : last + 1]
-        experts = sum(layer.all_expert_bytes for layer in layers) if self.model.expert_bytes else 0
+        spec, model = self.stages[device].device, self.stages[device].model
+        taken = self._held_bytes(device, first, last) + self._other_bytes(device, first, last)
+        layers = model.layers[first : last + 1]
+        experts = sum(layer.all_expert_bytes for layer in layers) if model.total_experts else 0
         hot, room = 0, spec.total_bytes - taken
         if spec.holds_all:
             taken += experts
         elif experts:
-            staging = self._staging(first, last)
-            kept = keep_with_staging(layers, room, self._cap(experts), staging)
+            staging = self._staging(device, first, last)
+            kept = keep_with_staging(layers, room, self._cap(experts, model), staging)
             hot, taken = kept.total, taken + kept.bytes + kept.staging
         if taken > spec.total_bytes:
             return None
@@ -104,14 +100,19 @@ class RangeValuer:
             fill=taken * 1_000_000 // max(1, spec.total_bytes),
         )
 
-    def _cap(self, experts: int) -> int:
+    def _cap(self, experts: int, model: ModelShape) -> int:
         budget = self.request.expert_bytes
-        return experts if budget is None else budget * experts // self.model.expert_bytes
+        return experts if budget is None else budget * experts // model.expert_bytes
 
-    def _layer_held(self, index: int) -> int:
-        layer = self.model.layers[index]
-        draft = verify_bytes([layer], self.settings) if self.request.draft else 0
-        return layer_bytes(layer, self.settings) + draft
+    def _layers_held(self, stage: PlanStage) -> list[int]:
+        settings, draft = stage.settings, self.request.draft
+        return [
+            layer_bytes(layer, settings) + (verify_bytes([layer], settings) if draft else 0)
+            for layer in stage.model.layers
+        ]
+
+    def _held_bytes(self, device: int, first: int, last: int) -> int:
+        return self._held[device][last + 1] - self._held[device][first]
 
     def _kinds(self, first: int, last: int) -> int:
         """Return the bits of the kinds of layers in a range; equal bits mean equal scratch."""
@@ -120,31 +121,103 @@ class RangeValuer:
             kinds |= bit
         return kinds
 
-    def _staging(self, first: int, last: int) -> int:
-        if not self.settings.holds_cold:
+    def _staging(self, device: int, first: int, last: int) -> int:
+        settings, model = self.stages[device].settings, self.stages[device].model
+        if not settings.holds_cold:
             return 0
         alike = self._kinds(first, last)
-        if alike not in self._stagings:
-            layers, unpacks = self.model.layers[first : last + 1], self.settings.expert_unpack_bytes
-            self._stagings[alike] = expert_staging_bytes(layers, self.model.hidden, unpacks)
-        return self._stagings[alike]
+        if (device, alike) not in self._stagings:
+            layers, unpacks = model.layers[first : last + 1], settings.expert_unpack_bytes
+            self._stagings[device, alike] = expert_staging_bytes(layers, model.hidden, unpacks)
+        return self._stagings[device, alike]
 
     def _other_bytes(self, device: int, first: int, last: int) -> int:
         """Return the bytes of a device's lines that are neither layers nor hot experts."""
         alike = self._kinds(first, last)
         if (device, alike) not in self._others:
-            held = self._held[last + 1] - self._held[first]
+            held = self._held_bytes(device, first, last)
             self._others[device, alike] = self.fixed_bytes(device, LayerRange(first, last)) - held
         return self._others[device, alike]
 
 
-def layer_times(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class LayerUnits:
+    """Runs of layers that must stay together: a layer that reads another layer's cache, and all
+    layers from the owner of that cache to it.
+    """
+
+    units: tuple[LayerRange, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerShape]) -> "LayerUnits":
+        """Return the units of a model; most models have one layer in each."""
+        owners: dict[tuple[str, int], int] = {}  # the last owner of a cache, by kind and window
+        starts = list(range(len(layers)))  # the first layer that each one must be together with
+        for index, layer in enumerate(layers):
+            kind = layer.kind, layer.window
+            if layer.owns_kv:
+                owners[kind] = index
+            else:
+                starts[index] = owners[kind]
+        units: list[LayerRange] = []
+        for index, start in enumerate(starts):
+            first = start
+            while units and units[-1].last >= start:
+                first = min(first, units.pop().first)
+            units.append(LayerRange(first, index))
+        return cls(tuple(units))
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def ranges(self, of_units: Sequence[LayerRange]) -> tuple[LayerRange, ...]:
+        """Return ranges of units as ranges of layers."""
+        units = self.units
+        return tuple(LayerRange(units[a].first, units[b].last) for a, b in of_units)
+
+    def sums(self, values: Sequence[int]) -> list[int]:
+        """Return the sum of some values of layers over each unit."""
+        return [sum(values[first : last + 1]) for first, last in self.units]
+
+    def value_of(self, value_of: ValueRange) -> ValueRange:
+        """Return a function that values ranges of units by their layers."""
+        return lambda device, first, last: value_of(
+            device, self.units[first].first, self.units[last].last
+        )
+
+    def check(self, ranges: Sequence[LayerRange]) -> None:
+        """Refuse ranges of layers that cut a unit."""
+        for layer_range in ranges[1:]:
+            cut = layer_range.first
+            unit = next(unit for unit in self.units if unit.first <= cut <= unit.last)
+            if unit.first != cut:
+                raise PlanError(
+                    f"The split cuts at layer {cut}, and layers {unit.first} to {unit.last} must "
+                    "run on one device: some of them read the cache of an earlier one.",
+                    hint="Choose other numbers for --split, or leave it out.",
+                    param="split",
+                )
+
+    def check_count(self, devices: int) -> None:
+        """Refuse more devices than units."""
+        if devices > len(self.units):
+            unit = max(self.units, key=lambda unit: unit.size)
+            raise PlanError(
+                f"{devices} devices cannot share {self.units[-1].last + 1} layers of which "
+                f"layers {unit.first} to {unit.last} must run on one device.",
+                hint=f"Name 1 to {len(self.units)} devices.",
+            )
+
+
+def layer_times(stage: PlanStage) -> list[int]:
     """Return the picoseconds in which a device reads what one token needs of each layer.
 
     All experts count as hot: ranges are compared by their hot experts before their times.
     """
+    device, settings = stage.device, stage.settings
     return [
-        int(PICOSECONDS * layer_read_seconds(layer, device, settings)) for layer in model.layers
+        int(PICOSECONDS * layer_read_seconds(layer, device, settings))
+        for layer in stage.model.layers
     ]
 
 

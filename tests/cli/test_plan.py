@@ -127,7 +127,8 @@ def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None
         4096, 2, 256, "q5_1", "q4_0",
     ]  # fmt: skip
     assert [device["layers"] for device in report["devices"]] == [[0, 15], [16, 31], [32, 63]]
-    assert (settings["activation"], settings["dtype"]) == ("f32", "f16")
+    assert settings["activation"] == "f32"
+    assert [device["dtype"] for device in report["devices"]] == ["bf16", "f16", "bf16"]
     assert report["precision"]["activation"] == "f16"  # of an sm75
     lines = {line["name"]: line for line in report["devices"][2]["lines"]}
     assert "published formula" in lines["workspace"]["why"]

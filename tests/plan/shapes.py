@@ -1,11 +1,13 @@
 """Shapes and devices that the planner's tests share; sizes as published for the real models."""
 
+from collections.abc import Sequence
+
 from headroom.formats.quants import Q4_1, Q8_0
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.plan import Plan, make_plan
-from headroom.plan.settings import PlanSettings
+from headroom.plan.settings import PlanSettings, PlanStage
 from headroom.plan.shape import LayerPadding, LayerShape, ModelShape, OuterPadding, Padding
 from headroom.units import GIB, MIB
 
@@ -152,3 +154,10 @@ def layered(experts: tuple[int, ...], tied: bool, lookup: bool) -> ModelShape:
 def hybrid_plan(gibibytes: float = 12) -> Plan:
     """Return the plan of a model whose experts a GPU of so much memory may not hold all."""
     return make_plan([laguna()], [gpu(gibibytes), host(64)], Options())
+
+
+def stages_of(
+    model: ModelShape, devices: Sequence[DeviceSpec], settings: PlanSettings
+) -> list[PlanStage]:
+    """Return the devices that run layers, all with the same settings."""
+    return [PlanStage(device, settings, model) for device in devices if device.runs_layers]

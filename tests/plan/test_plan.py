@@ -396,7 +396,7 @@ def test_slots_change_hands_where_host_memory_holds_and_pins_every_expert() -> N
     static = planned(None, expert_policy="static")
     assert (static.settings.expert_policy, static.settings.keep_host_copy) == ("static", False)
     assert cold_bytes(static) == laguna().expert_bytes - lines(static)["hot_experts"]
-    assert static.devices == cached.devices  # copies take no room of the GPU
+    assert static.devices[0].lines == cached.devices[0].lines  # copies take no room of the GPU
     assert planned(cold_bytes(cached)).settings == cached.settings
     assert planned(cold_bytes(cached) - 1) == replace(
         planned(cold_bytes(cached) - 1, expert_policy="static"),
@@ -553,3 +553,19 @@ def test_the_predicted_speed_counts_no_more_tokens_than_a_window_sees() -> None:
     assert decode_seconds(smollm2(), 1024) == pytest.approx(at_window)
     longer = decode_seconds(smollm2(), 1026) - at_window
     assert longer == pytest.approx(token_s)
+
+
+def test_each_device_has_its_own_types_and_rows_are_handed_over_in_a_third_one() -> None:
+    whole = replace(cpu(64), native=True)
+    plan = make_plan([qwen35_27b()], [gpu(20), gpu(20, "cuda:1", sm=75), whole], Options())
+    kinds = [(x.settings.compute_type, x.settings.k_type, x.settings.kernels) for x in plan.devices]
+    assert kinds == [
+        ("bf16", "bf16", "cuda"), ("f16", "f16", "cuda"), ("f32", "f32", "native"),
+    ]  # fmt: skip
+    assert {device.settings.handover_type for device in plan.devices} == {"f32"}
+    gpus = make_plan([qwen35_27b()], [gpu(40), gpu(40, "cuda:1", sm=75), host(64)], Options())
+    assert {device.settings.handover_type for device in gpus.devices} == {"f16"}
+    given = make_plan([qwen35_27b()], [gpu(20), whole], Options(kv_type="q8_0", dtype="f16"))
+    assert [(x.settings.compute_type, x.settings.v_type) for x in given.devices] == [
+        ("f16", "q8_0"), ("f16", "q8_0"),
+    ]  # fmt: skip

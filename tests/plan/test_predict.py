@@ -27,8 +27,9 @@ from headroom.plan.layout import Layout
 from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.predict import predict
+from headroom.plan.settings import PlanStage
 from headroom.plan.sharing import PICOSECONDS, layer_times
-from tests.plan.shapes import cpu, gpu, host, hybrid_plan, laguna, smollm2
+from tests.plan.shapes import cpu, gpu, host, hybrid_plan, laguna, smollm2, stages_of
 
 CARD = replace(gpu(12), link=5e10, link_read=4e10, handover_s=1e-5, measured=True)
 CPU = replace(host(64), native=True, experts=6e10, expert_flops=7e11, measured=True)
@@ -73,7 +74,7 @@ def test_layers_are_shared_by_the_times_that_are_predicted(name: str) -> None:
     step_s = head / memory_rate(devices[1])
     for device, part in zip(devices, plan.devices, strict=False):
         assert part.hot_experts == part.total_experts
-        times = layer_times(held, device, plan.settings)
+        times = layer_times(PlanStage(device, part.settings, held))
         step_s += sum(times[part.layers.first : part.layers.last + 1]) / PICOSECONDS
     assert 1 / plan.predicted.decode_tokens_per_s == pytest.approx(step_s, rel=1e-6)
 
@@ -109,7 +110,8 @@ def engine_choices(plan: Plan) -> list[DecodeChoice | None]:
 def step_s(plan: Plan, devices: list[DeviceSpec]) -> float:
     """The predicted seconds of a token of this layout on other devices."""
     layout = Layout(plan.devices, plan.host)
-    found = predict(laguna().in_tiles(), devices, plan.settings, layout)
+    stages = stages_of(laguna().in_tiles(), devices, plan.settings)
+    found = predict(stages, devices, layout)
     return 1 / found.decode_tokens_per_s
 
 

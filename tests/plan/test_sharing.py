@@ -10,8 +10,9 @@ from headroom.errors import OptionError, PlanError
 from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.plan import make_plan
-from headroom.plan.shape import LayerRange
+from headroom.plan.shape import LayerRange, LayerShape
 from headroom.plan.sharing import (
+    LayerUnits,
     RangeValue,
     parse_split,
     share_layers,
@@ -157,3 +158,61 @@ def test_a_fixed_split_is_not_searched() -> None:
     devices = [gpu(24, "cuda:0"), gpu(24, "cuda:1"), host(64)]
     plan = make_plan([model], devices, Options(split="1,3"))
     assert [device.layers for device in plan.devices] == [(0, 15), (16, 63)]
+
+
+def layer_of(kind: str, *, owns_kv: bool = True) -> LayerShape:
+    window = 512 if kind == "window" else 0
+    return LayerShape(
+        kind=kind,  # type: ignore[arg-type]
+        core_bytes=1000,
+        core_values=1000,
+        kv_heads=1,
+        key_dim=32,
+        value_dim=32,
+        window=window,
+        owns_kv=owns_kv,
+    )
+
+
+def test_a_layer_stays_with_the_owner_of_the_cache_that_it_reads() -> None:
+    own = [layer_of(kind) for kind in ("window", "full", "window", "full")]
+    readers = [layer_of(kind, owns_kv=False) for kind in ("window", "full")]
+    # The readers need layers 2 and 3, the last owners of their kinds.
+    units = LayerUnits.of([*own, *readers])
+    assert units.units == ((0, 0), (1, 1), (2, 5))
+    assert LayerUnits.of(own).units == ((0, 0), (1, 1), (2, 2), (3, 3))
+    # A reader of full attention alone needs layer 1 and all layers from there on.
+    assert LayerUnits.of([*own[:3], layer_of("full", owns_kv=False)]).units == ((0, 0), (1, 3))
+    assert units.ranges([LayerRange(0, 1), LayerRange(2, 2)]) == ((0, 1), (2, 5))
+    assert units.sums([1, 2, 3, 4, 5, 6]) == [1, 2, 18]
+
+
+@given(st.data())
+def test_no_unit_can_be_cut_and_every_other_cut_is_allowed(data: st.DataObject) -> None:
+    kinds = data.draw(st.lists(st.sampled_from(["window", "full"]), min_size=2, max_size=6))
+    kinds = ["window", "full", *kinds]
+    owned = [True, True, *(data.draw(st.booleans()) for _ in kinds[2:])]
+    layers = [layer_of(kind, owns_kv=own) for kind, own in zip(kinds, owned, strict=True)]
+    starts = {unit.first for unit in LayerUnits.of(layers).units}
+    for cut in range(1, len(layers)):
+        readers = [index for index in range(cut, len(layers)) if not owned[index]]
+        owners = [max(i for i in range(r) if owned[i] and kinds[i] == kinds[r]) for r in readers]
+        assert (cut in starts) == all(owner >= cut for owner in owners)
+
+
+def test_gemma_4_e4b_is_never_cut_between_a_cache_and_its_readers() -> None:
+    model = known_shape("gemma-4-e4b:q4_k_m")
+    devices = [gpu(6), gpu(4, "cuda:1"), host(64)]
+    plan = make_plan([model], devices, Options())
+    assert plan.devices[1].layers.first <= 22  # layers 24 and later read the caches of 22 and 23
+    assert all(device.allocated["kv"] > 0 for device in plan.devices)
+    assert make_plan([model], devices, Options(split="21,21")).devices[1].layers == (21, 41)
+    with pytest.raises(PlanError, match="cuts at layer 28, and layers 22 to 41 must"):
+        make_plan([model], devices, Options(split="2,1"))
+
+
+def test_more_devices_than_parts_that_can_be_cut_are_refused() -> None:
+    layers = [layer_of("full"), layer_of("full", owns_kv=False)]
+    with pytest.raises(PlanError, match=r"layers 0 to 1 must run on one device") as caught:
+        LayerUnits.of(layers).check_count(2)
+    assert caught.value.hint == "Name 1 to 1 devices."

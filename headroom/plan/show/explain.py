@@ -81,6 +81,8 @@ class Place:
     name: str
     lines: tuple[Line, ...]
     spec: DeviceSpec
+    settings: PlanSettings  # of the device; of host memory, those of the first device
+    model: ModelShape  # with the bytes of its weights as the device's kernels hold them
     layers: tuple[LayerShape, ...]  # that run here; none of host memory
     hot_by_layer: tuple[int, ...]
     ends: bool  # whether the last layer runs here
@@ -105,22 +107,34 @@ def explain_line(plan: Plan, name: str) -> str:
 
 def places(plan: Plan) -> Iterator[Place]:
     """Yield every place of a plan that has lines."""
-    specs = {device.name: device for device in plan.problem.devices}
-    count = len(plan.devices)
-    for index, device in enumerate(plan.devices):
+    stages = plan.stages()
+    count = len(stages)
+    for index, (stage, device) in enumerate(zip(stages, plan.devices, strict=True)):
         first, last = device.layers
         yield Place(
             name=device.name,
             lines=device.lines,
-            spec=specs[device.name],
-            layers=plan.problem.model.layers[first : last + 1],
+            spec=stage.device,
+            settings=stage.settings,
+            model=stage.model,
+            layers=stage.model.layers[first : last + 1],
             hot_by_layer=device.hot_by_layer,
             ends=index == count - 1,
             neighbours=(index > 0) + (index < count - 1),
         )
     if plan.host.lines:
         host = next(device for device in plan.problem.devices if device.kind == "cpu")
-        yield Place("host memory", plan.host.lines, host, (), (), ends=False, neighbours=0)
+        yield Place(
+            name="host memory",
+            lines=plan.host.lines,
+            spec=host,
+            settings=plan.settings,
+            model=plan.problem.model,
+            layers=(),
+            hot_by_layer=(),
+            ends=False,
+            neighbours=0,
+        )
 
 
 def line_terms(plan: Plan, place: Place, line: Line) -> list[Term]:
@@ -139,7 +153,7 @@ def _bits(size: int, values: int) -> str:
 
 
 def _weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    settings, model = plan.settings, plan.problem.model
+    settings, model = place.settings, place.model
     sizes = Counter(
         (KINDS[layer.kind], core_bytes([layer], settings), layer.core_values)
         for layer in place.layers
@@ -152,8 +166,12 @@ def _weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    """Yield the tables that a line holds; the bytes of the line tell which ones these are."""
-    settings, model = plan.settings, plan.problem.model
+    """Yield the tables that a line holds; the bytes of the line tell which ones these are.
+
+    The first device's kernels read rows of the token table, wherever it lies.
+    """
+    reader = plan.stages()[0] if line.name == "embeddings" else place
+    settings, model = reader.settings, reader.model
     tables = {
         "head": _table(model, head_bytes(model, settings), model.head_values),
         "token table": _table(model, embed_bytes(model, settings), model.embed_values),
@@ -184,10 +202,18 @@ def _hot(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 def _cold(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     """Yield the experts that host memory holds: those that are not hot, or all of their layers."""
-    hot = [count for device in plan.devices for count in device.hot_by_layer]
-    rows = [(x, n) for x, n in zip(plan.problem.model.layers, hot, strict=True) if n < x.experts]
-    copies = plan.settings.keep_host_copy
+    copies = place.settings.keep_host_copy
+    rows = [row for layers in _cold_layers(plan) for row in layers]
     yield from _experts((x.experts - (0 if copies else n), x.expert_bytes) for x, n in rows)
+
+
+def _cold_layers(plan: Plan) -> list[list[tuple[LayerShape, int]]]:
+    """Return the layers with cold experts of each device, with the number of hot experts."""
+    return [
+        [(x, n) for x, n in zip(place.layers, place.hot_by_layer, strict=True) if n < x.experts]
+        for place in places(plan)
+        if place.hot_by_layer
+    ]
 
 
 def _experts(counts: Iterator[tuple[int, int]]) -> Iterator[Term]:
@@ -199,7 +225,7 @@ def _experts(counts: Iterator[tuple[int, int]]) -> Iterator[Term]:
 
 
 def _expert_staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    settings, hidden = plan.settings, plan.problem.model.hidden
+    settings, hidden = place.settings, place.model.hidden
     unpacks = settings.expert_unpack_bytes
     one = expert_staging_bytes(place.layers, hidden, 0) // 2  # without unpacking: two experts
     if not unpacks:
@@ -214,21 +240,20 @@ def _expert_staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _expert_spare(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    layers = plan.problem.model.layers
-    hot = [count for device in plan.devices for count in device.hot_by_layer]
-    with_cold = [x for x, n in zip(layers, hot, strict=True) if n < x.experts]
-    yield _plain(largest_expert(with_cold), "of the largest expert")
-    if plan.host.pinning is not Pinning.PINNED and line.bytes > largest_expert(with_cold):
-        each = Factor(bounce_bytes(layers) // STREAM_BUFFERS, "byte")
+    largest = [largest_expert([x for x, _ in layers]) for layers in _cold_layers(plan)]
+    for size, count in Counter(size for size in largest if size).items():
+        yield Term((Factor(count, "buffer"), Factor(size, "byte")), "of the largest expert")
+    if plan.host.pinning is not Pinning.PINNED and line.bytes > sum(largest):
+        each = Factor((line.bytes - sum(largest)) // STREAM_BUFFERS, "byte")
         yield Term((Factor(STREAM_BUFFERS, "buffer"), each), "of pinned memory")
 
 
 def _kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    yield from _cache(place.layers, plan.settings)
+    yield from _cache(place.layers, place.settings)
 
 
 def _draft_kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    yield from _cache(_draft(plan).layers, plan.settings)
+    yield from _cache(_draft(plan).layers, place.settings)
 
 
 def _cache(layers: Sequence[LayerShape], settings: PlanSettings) -> Iterator[Term]:
@@ -257,7 +282,7 @@ def _cache(layers: Sequence[LayerShape], settings: PlanSettings) -> Iterator[Ter
 
 
 def _state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    sequences = plan.settings.parallel
+    sequences = place.settings.parallel
     sizes = Counter(layer.state_values + layer.conv_values for layer in place.layers)
     for values, count in sizes.items():
         yield Term(
@@ -271,7 +296,7 @@ def _state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    settings, model = plan.settings, plan.problem.model
+    settings, model = place.settings, place.model
     rows, values = Factor(settings.stream_rows, "row"), Factor(model.hidden, "value")
     wide = Factor(F32_BYTES, "byte")
     yield Term((Factor(model.staging_buffers, "buffer"), rows, values, wide))
@@ -288,7 +313,7 @@ def _workspace(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     if plan.problem.request.published_activation:
         yield _plain(line.bytes, "", line.why)
         return
-    phases = workspace_phases(plan.problem.model, place.layers, place.spec, plan.settings)
+    phases = workspace_phases(place.model, place.layers, place.spec, place.settings)
     largest = max(phases, key=lambda name: phases[name])
     others = ", ".join(f"{name} {size:,}" for name, size in phases.items() if name != largest)
     note = f"phases follow each other; smaller: {others}" if others else ""
@@ -299,7 +324,7 @@ def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     values = sum(layer.verify_values for layer in place.layers)
     yield Term(
         (
-            Factor(plan.settings.parallel, "sequence"),
+            Factor(place.settings.parallel, "sequence"),
             Factor(TREE_NODES, "tree node"),
             Factor(values, "value"),
             Factor(F32_BYTES, "byte"),
@@ -308,7 +333,7 @@ def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _logits(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    rows, vocab = logits_rows(plan.settings, plan.problem.request), plan.problem.model.vocab
+    rows, vocab = logits_rows(place.settings, plan.problem.request), place.model.vocab
     yield Term((Factor(rows, "row"), Factor(vocab, "token"), Factor(F32_BYTES, "byte")))
     if place.spec.kind != "cpu":
         drawing = sampler_bytes(DECODE_ROWS, vocab)
@@ -329,17 +354,17 @@ def _draft_weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    rows = plan.settings.rows
+    rows = place.settings.rows
     yield Term((Factor(rows, "row"), Factor(line.bytes // rows, "byte")), note=line.why)
 
 
 def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    each = snapshot_bytes(plan.problem.model, plan.settings)
+    each = snapshot_bytes(place.model, place.settings)
     yield _plain(line.bytes, "by --snapshots", f"a whole context takes {each:,}")
 
 
 def _graphs(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    parts = graph_parts(plan.problem.model, place.layers, place.spec, plan.settings)
+    parts = graph_parts(place.model, place.layers, place.spec, place.settings)
     for what, size in parts.items():
         yield _plain(size, f"for {what}")
 

@@ -25,6 +25,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "lines": _lines_json(device.lines),
                 "free_bytes": device.free_bytes,
                 "layers": list(device.layers),
+                "k_type": device.settings.k_type,
+                "v_type": device.settings.v_type,
+                "dtype": device.settings.compute_type,
                 "hot_experts": device.hot_experts,
                 "total_experts": device.total_experts,
             }

@@ -7,6 +7,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headroom.machine.precision import device_precision
 from headroom.plan.layout import DevicePlan, HostPlan
 from headroom.plan.plan import Plan
 from headroom.plan.show.palette import FREE_LETTER, line_looks
@@ -69,10 +70,15 @@ def _hot_share(plan: Plan) -> str:
 def _headline(plan: Plan) -> str:
     settings = plan.settings
     verdict = "fits" if plan.fits else "does not fit"
+    types = "; ".join(
+        dict.fromkeys(
+            f"keys {device.settings.k_type}, values {device.settings.v_type}"
+            for device in plan.devices
+        )
+    )
     return (
         f"{plan.model} {verdict}: context {settings.context}, parallel {settings.parallel}, "
-        f"chunk {settings.chunk}, cache of {settings.cache_tokens} tokens "
-        f"(keys {settings.k_type}, values {settings.v_type})"
+        f"chunk {settings.chunk}, cache of {settings.cache_tokens} tokens ({types})"
     )
 
 
@@ -128,18 +134,25 @@ def _map(place: DevicePlan | HostPlan) -> Text:
     return Text("[") + bar + Text("]")
 
 
+def _computed_in(plan: Plan) -> Iterable[str]:
+    """Yield the type that each device computes in, and why."""
+    for kind, device in zip(plan.problem.kinds, plan.devices, strict=True):
+        policy = device_precision(kind.device)
+        set_by_user = device.settings.compute_type != policy.type
+        why = "set by --dtype" if set_by_user else policy.reason
+        yield f"{device.settings.compute_type} ({why})"
+
+
 def _footer(plan: Plan) -> Iterable[str]:
     settings, predicted = plan.settings, plan.predicted
     word = "estimated" if predicted.estimate else "measured speeds"
-    policy = settings.compute_type == plan.precision.type
-    why = plan.precision.reason if policy else "set by --dtype"
+    computed = " and ".join(dict.fromkeys(_computed_in(plan)))
     handed = f", rows handed over in {settings.handover_type}" if len(plan.devices) > 1 else ""
     threads = ""
     if plan.known_threads is not None:
         pinned = ", pinned" if settings.pin_threads else ""
         threads = f"; {counted(plan.known_threads, 'thread')}{pinned}"
-    types = f"weights {settings.weights}, computed in {settings.compute_type} ({why}){handed}"
-    yield types + threads
+    yield f"weights {settings.weights}, computed in {computed}{handed}{threads}"
     yield (
         f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "
         f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "

@@ -22,7 +22,8 @@ def test_the_json_has_the_keys_that_scripts_rely_on() -> None:
     assert report["settings"]["context"] == 8192
     (device,) = report["devices"]
     assert set(device) == {
-        "name", "total_bytes", "lines", "free_bytes", "layers", "hot_experts", "total_experts",
+        "name", "total_bytes", "lines", "free_bytes", "layers", "k_type", "v_type", "dtype",
+        "hot_experts", "total_experts",
     }  # fmt: skip
     assert device["layers"] == [0, 39]
     assert device["total_bytes"] == device["free_bytes"] + sum(x["bytes"] for x in device["lines"])
