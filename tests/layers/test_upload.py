@@ -39,15 +39,22 @@ def file(tmp_path: Path) -> WeightFile:
     return WeightFile(tmp_path / "weights")
 
 
-def left_open(file: WeightFile, threads_before: set[threading.Thread]) -> list[str]:
-    """Descriptors of the weight file and threads of the upload that still exist.
+class Left:
+    """What an upload leaves open: descriptors of the weight file, and threads."""
 
-    The process's own totals would not do: another test's file may be closed meanwhile.
-    """
-    links = [path for path in OPEN_FILES.iterdir() if path.is_symlink()]
-    open_here = [str(path) for path in links if os.path.realpath(path) == str(file.path)]
-    new = set(threading.enumerate()) - threads_before
-    return open_here + [thread.name for thread in new if thread.name.startswith("upload")]
+    def __init__(self, file: WeightFile) -> None:
+        self._path = os.path.realpath(file.path)
+        # The source of the weights maps the file into memory, which keeps a descriptor.
+        self._before = self._descriptors(), set(threading.enumerate())
+
+    def _descriptors(self) -> set[str]:
+        return {str(x) for x in OPEN_FILES.iterdir() if os.path.realpath(x) == self._path}
+
+    def now(self) -> set[str]:
+        """Descriptors and threads that have come since; other files and threads do not count."""
+        descriptors, threads = self._before
+        new = {thread.name for thread in set(threading.enumerate()) - threads}
+        return self._descriptors() - descriptors | {x for x in new if x.startswith("upload")}
 
 
 def tiles(data: torch.Tensor, kind: str, columns: int) -> torch.Tensor:
@@ -204,10 +211,10 @@ def test_nothing_is_left_open_after_a_failure(file: WeightFile) -> None:
     way = Upload("cpu", 4 * 6000)
     get = file.source(way)
     os.truncate(file.path, 1000)
-    before = set(threading.enumerate())
+    left = Left(file)
     with pytest.raises(FormatError), way:
         load_merged(get, ["a", "b"])
-    assert left_open(file, before) == []
+    assert left.now() == set()
 
 
 @pytest.mark.skipif(not OPEN_FILES.exists(), reason="needs /proc")
@@ -218,7 +225,7 @@ def test_nothing_is_left_open_when_a_device_is_full(
     file.add("b", "f32", 64, 64)
     way = Upload("cpu", 4 * 6000)
     get, taken = file.source(way), torch.empty
-    before = set(threading.enumerate())
+    left = Left(file)
 
     def full(*shape: int, **how: object) -> torch.Tensor:
         if how["dtype"] == torch.bfloat16:
@@ -229,7 +236,7 @@ def test_nothing_is_left_open_when_a_device_is_full(
     # The caller that loads a model reports the error, with the planned bytes.
     with pytest.raises(torch.OutOfMemoryError), way:
         load_merged(get, ["a", "b"])
-    assert left_open(file, before) == []
+    assert left.now() == set()
 
 
 def test_weights_on_a_cpu_need_no_way_to_it() -> None:

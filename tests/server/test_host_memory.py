@@ -24,6 +24,25 @@ def test_threads_keep_nothing_of_what_they_took() -> None:
         assert resident_bytes() - before < MOST_KEPT_BYTES
 
 
+def test_work_that_begins_beside_other_work_is_measured_from_before_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = [0]
+    given_back: list[int] = []
+    monkeypatch.setattr(host_memory, "resident_bytes", lambda: held[0])
+    monkeypatch.setattr(host_memory, "give_back_unused", lambda: given_back.append(held[0]))
+
+    def inner() -> None:
+        held[0] = MOST_KEPT_BYTES + 2  # what the outer work held is gone, and this is kept
+
+    def outer() -> None:
+        held[0] = MOST_KEPT_BYTES + 1
+        giving_back(inner)
+
+    giving_back(outer)
+    assert given_back == [MOST_KEPT_BYTES + 2] * 2
+
+
 def test_an_error_passes_and_small_work_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[bool] = []
     monkeypatch.setattr(host_memory, "give_back_unused", lambda: given_back.append(True))
