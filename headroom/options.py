@@ -70,9 +70,17 @@ class Options:
     pin_threads: bool = option(False, "keep each CPU thread on a core of its own")
     device: str | None = option(
         None,
-        "where to run: cpu or cuda:0 (default: a GPU that can); a plan also takes rtx3060-12gb "
-        "or 24GiB, and several",
+        "where to run: cpu or cuda:0 (default: GPUs that can); given several times, each runs a "
+        "part of the layers; a plan also takes rtx3060-12gb or 24GiB",
         repeatable=True,
+    )
+    split: str | None = option(
+        None, "share of layers for each device, as in 2,1 (default: by memory and speed)"
+    )
+    activation_dtype: str | None = option(
+        None,
+        "type of the rows that one device hands to the next (default: by the devices)",
+        choices=ACTIVATION_TYPES,
     )
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
     kernels: str = option(
@@ -136,13 +144,6 @@ class Options:
     draft: str | None = option(None, "draft model for speculative decoding", group="plan")
     snapshots: str | None = option(
         None, "host memory for snapshots of prefixes, as in 4GiB", group="plan"
-    )
-    split: str | None = option(None, "share of layers for each device, as in 2,1", group="plan")
-    activation_dtype: str | None = option(
-        None,
-        "type of the rows that one device hands to the next (default: by the devices)",
-        group="plan",
-        choices=ACTIVATION_TYPES,
     )
     feature_dtype: str = option(
         "f32",

@@ -201,7 +201,7 @@ def with_expert_files(made: Plan, source: PlanSource, options: Options) -> Plan:
     """
     if not (names := named_files(options)):
         if len(made.devices) == 1:
-            tell_unused(made.devices[0], options)
+            tell_unused(made, options)
         return made
     if (checkpoint := source.checkpoint) is None:
         log.warning("plan: not read, since there are no weights to compare with: %s", names)
@@ -287,7 +287,7 @@ def show_comparison(
         except DoesNotFitError as error:
             refusal, plans[label] = error, error.plan
         if len(plans[label].devices) == 1:
-            tell_unused(plans[label].devices[0], column, f"in column {label}")
+            tell_unused(plans[label], column, f"in column {label}")
     if svg is not None:
         from headroom.plan.show.comparison import comparison_svg
 

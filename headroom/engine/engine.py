@@ -337,7 +337,7 @@ class Engine:
             if self._is_live(turn.sequence):
                 self._finish(turn.sequence, "error", _named(error))
         if lost := self._pipeline.lost():  # no later step could work
-            raise DeviceError(f"{self._pipeline.device} is lost: {lost}") from error
+            raise DeviceError(lost) from error
 
     def _read_row(self, read: ReadOutput) -> None:
         """Take one output row's results; a failure ends only the request of that row."""

@@ -26,7 +26,8 @@ from headroom.plan.cost_model import (
 )
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
-    from headroom.experts.store import ExpertStore, LayerStore
+    from headroom.experts.joined import ModelStore
+    from headroom.experts.store import LayerStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,7 @@ class StoreExchanges:
 
     def __init__(
         self,
-        store: "ExpertStore",
+        store: "ModelStore",
         layers: Sequence[LayerExperts],
         *,
         same_bits: bool,  # hot and cold experts give the same results, bit by bit

@@ -35,14 +35,11 @@ class LayerTap(Protocol):
         """Return the ids that the layer is to use."""
 
 
-class RouterTap(Protocol):
-    """A tap on all routers of a stage."""
+class StageTap(Protocol):
+    """A tap on the routers of one stage."""
 
     # Where routers count their own picks; None: in the stage's counts, as without a tap.
     own_counts: RoutingStats | None
-
-    def open(self, site: TapSite) -> None:
-        """Allocate what steps need, before the layers are built."""
 
     def of_layer(self, layer: int) -> LayerTap:
         """Return the part for the router of a layer, by its number in the model."""
@@ -52,6 +49,16 @@ class RouterTap(Protocol):
 
     def end_step(self, batch: Batch) -> None:
         """Take what a step left, after it was launched; captures and warm-ups do not call this."""
+
+
+class RouterTap(Protocol):
+    """A tap on all routers of a model."""
+
+    def open(self, site: TapSite) -> StageTap:
+        """Return the part for one stage, before its layers are built; the first stage comes first.
+
+        A stage without experts gets none.
+        """
 
 
 def traced_layers(shape: ModelShape) -> tuple[TracedLayer, ...]:
@@ -70,22 +77,41 @@ class TraceRecorder:
     again, as another sequence.
     """
 
+    def __init__(self) -> None:
+        self._stages: list[StageRecorder] = []
+
+    def open(self, site: TapSite) -> "StageRecorder":
+        """Return the recorder of one stage."""
+        self._stages.append(StageRecorder(site))
+        return self._stages[-1]
+
+    def trace(self, model: str, source: str) -> RoutingTrace | None:
+        """Return all that was recorded; None if no step ran. Call this when no step runs."""
+        by_stage = [stage.end_all() for stage in self._stages]
+        lengths = [sum(map(len, pieces)) for pieces in by_stage[0]] if by_stage else []
+        if not lengths:
+            return None
+        starts = tuple(int(first) for first in np.cumsum([0, *lengths[:-1]]))
+        ids = [np.concatenate([x for pieces in ended for x in pieces]) for ended in by_stage]
+        layers = tuple(layer for stage in self._stages for layer in stage.layers)
+        return RoutingTrace(model, source, layers, np.concatenate(ids, axis=1), starts)
+
+
+class StageRecorder:
+    """Records the picks of one stage's routers."""
+
     own_counts: RoutingStats | None = None
 
-    def __init__(self) -> None:
-        self._layers: tuple[TracedLayer, ...] = ()
-        self._ids = torch.empty(0)  # int32 [rows, sum of used], of the step that runs
+    def __init__(self, site: TapSite) -> None:
+        self.layers = site.layers
         self._columns: dict[int, slice] = {}  # of a layer, by its number, in `_ids`
-        self._ended: list[list[Ids]] = []  # the pieces of each sequence, in the order of their ends
-        self._running: dict[int, list[Ids]] = {}  # by state slot
-
-    def open(self, site: TapSite) -> None:
-        """Allocate room for the picks of one step."""
-        self._layers = site.layers
         width = 0
         for layer in site.layers:
             self._columns[layer.layer] = slice(width, width := width + layer.used)
+        # int32 [rows, sum of used], of the step that runs
         self._ids = torch.zeros(site.rows, width, dtype=torch.int32, device=site.device)
+        self._ended: list[list[Ids]] = []  # the pieces of each sequence, in the order of their ends
+        self._running: dict[int, list[Ids]] = {}  # by state slot
 
     def of_layer(self, layer: int) -> LayerTap:
         """Return what copies the picks of one layer."""
@@ -109,16 +135,11 @@ class TraceRecorder:
             rows = ids[span.first_row : span.first_row + span.rows]
             self._running.setdefault(span.state_slot, []).append(rows)
 
-    def trace(self, model: str, source: str) -> RoutingTrace | None:
-        """Return all that was recorded; None if no step ran. Call this when no step runs."""
+    def end_all(self) -> list[list[Ids]]:
+        """Return the pieces of all sequences, which end here."""
         for slot in list(self._running):
             self._end(slot)
-        lengths = [sum(map(len, pieces)) for pieces in self._ended]
-        if not lengths:
-            return None
-        starts = tuple(int(first) for first in np.cumsum([0, *lengths[:-1]]))
-        ids = np.concatenate([piece for pieces in self._ended for piece in pieces])
-        return RoutingTrace(model, source, self._layers, ids, starts)
+        return self._ended
 
     def _end(self, slot: int) -> None:
         if pieces := self._running.pop(slot, None):
@@ -135,38 +156,17 @@ class ImposedTrace:
 
     def __init__(self, trace: RoutingTrace) -> None:
         self._trace = trace
-        self._routing: RoutingStats | None = None
-        self.own_counts: RoutingStats | None = None
-        self._on_cpu = True
-        self._table = torch.empty(0)  # int32 [layers, tokens, most used]
-        self._numbers = torch.empty(0)  # int64 [layers]: their numbers in the model
-        self._places: dict[int, int] = {}  # by the number of a layer: its index in the trace
-        self._apart = 0  # tokens of the trace between the beginnings of two sequences
-        self._moved = torch.empty(0)  # int64: tokens by which all sequences begin later
-        self._ids = torch.empty(0)  # int32 [layers, rows, most used], of the step that runs
+        self._stages: list[ImposedStage] = []
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the device that the trace takes beside the plan."""
-        return self._table.nbytes
+        """The bytes of the devices that the trace takes beside the plan."""
+        return sum(stage.nbytes for stage in self._stages)
 
-    def open(self, site: TapSite) -> None:
-        """Copy the trace to the device."""
-        trace, layers = self._trace, site.layers
-        assert [(x.experts, x.used) for x in layers] == [(x.experts, x.used) for x in trace.layers]
-        self._routing = site.routing
-        self.own_counts = site.routing.like()
-        self._on_cpu = torch.device(site.device).type == "cpu"
-        table = np.full(
-            (len(layers), trace.tokens, max(layer.used for layer in layers)), -1, np.int32
-        )
-        for index, layer in enumerate(layers):
-            table[index, :, : layer.used] = trace.of_layer(index)
-        self._table = torch.from_numpy(table).to(site.device)
-        self._places = {layer.layer: index for index, layer in enumerate(layers)}
-        self._numbers = torch.tensor(list(self._places)).to(site.device)
-        self._apart = trace.tokens // site.sequences
-        self._moved = torch.zeros((), dtype=torch.int64).to(site.device)
+    def open(self, site: TapSite) -> "ImposedStage":
+        """Copy the trace of one stage's layers to its device."""
+        self._stages.append(ImposedStage(self._trace, site))
+        return self._stages[-1]
 
     def move(self, tokens: int) -> None:
         """Let position 0 of every sequence stand for a later token of the trace.
@@ -174,12 +174,48 @@ class ImposedTrace:
         Otherwise each request would choose what the request before it chose, which a cache of
         experts holds. Captured steps read the new value. Call this when no request runs.
         """
+        for stage in self._stages:
+            stage.move(tokens)
+
+
+class ImposedStage:
+    """Replaces the picks of one stage's routers by those of a trace."""
+
+    def __init__(self, trace: RoutingTrace, site: TapSite) -> None:
+        layers, known = site.layers, {layer.layer: at for at, layer in enumerate(trace.layers)}
+        rows = [known[layer.layer] for layer in layers]  # of these layers, in the trace
+        assert [trace.layers[at] for at in rows] == list(layers)
+        self._routing = site.routing
+        self.own_counts: RoutingStats | None = site.routing.like()
+        self._on_cpu = torch.device(site.device).type == "cpu"
+        table = np.full(
+            (len(layers), trace.tokens, max(layer.used for layer in layers)), -1, np.int32
+        )
+        for index, (layer, at) in enumerate(zip(layers, rows, strict=True)):
+            table[index, :, : layer.used] = trace.of_layer(at)
+        # int32 [layers, tokens, most used]
+        self._table = torch.from_numpy(table).to(site.device)
+        # By the number of a layer: its index here, and the experts that a token visits.
+        self._places = {layer.layer: (at, layer.used) for at, layer in enumerate(layers)}
+        self._numbers = torch.tensor(list(self._places)).to(site.device)  # in the model
+        # Tokens of the trace between the beginnings of two sequences.
+        self._apart = trace.tokens // site.sequences
+        # int64: tokens by which all sequences begin later
+        self._moved = torch.zeros((), dtype=torch.int64).to(site.device)
+        self._ids = torch.empty(0)  # int32 [layers, rows, most used], of the step that runs
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the device that the trace takes."""
+        return self._table.nbytes
+
+    def move(self, tokens: int) -> None:
+        """Let position 0 of every sequence stand for a later token of the trace."""
         self._moved.add_(tokens)
 
     def of_layer(self, layer: int) -> LayerTap:
         """Return what hands the trace's picks to one layer."""
-        index = self._places[layer]
-        used = self._trace.layers[index].used
+        index, used = self._places[layer]
 
         def impose(ids: torch.Tensor) -> torch.Tensor:
             # A copy only if layers differ in how many experts a token visits.
@@ -189,7 +225,6 @@ class ImposedTrace:
 
     def begin_step(self, batch: Batch) -> None:
         """Look up the picks of all rows for all layers, and count them."""
-        assert self._routing is not None
         if isinstance(batch, GpuBatch):
             tables = batch.tables[0]
             positions, sequence = tables.positions.long(), tables.sequence.long()

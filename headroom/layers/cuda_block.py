@@ -37,7 +37,7 @@ from headroom.layers.cuda_rows import (
     plain_rows,
 )
 from headroom.layers.delta_net import small_weights
-from headroom.layers.per_layer_inputs import PerLayerInputs
+from headroom.layers.per_layer_inputs import LayerInputs
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.weights import WeightSource
 
@@ -238,7 +238,7 @@ class CudaMlp:
 class CudaPerLayerPart:
     """The part of a layer that reads its per-layer inputs, gated by the residual stream."""
 
-    def __init__(self, inputs: PerLayerInputs, layer: int, get: WeightSource, eps: float) -> None:
+    def __init__(self, inputs: LayerInputs, layer: int, get: WeightSource, eps: float) -> None:
         self._inputs, self._layer, self._narrow = inputs, layer, narrow_type(get.case.dtype)
         self._gate = load_merged(get, ["per_layer.gate"])
         self._proj = load_merged(get, ["per_layer.proj"])

@@ -48,8 +48,14 @@ class DeviceSpec:
         return self.kind == "cpu" or self.unified
 
 
+def physical_name(name: str) -> str:
+    """Return a device's name without the number that tells its stages apart, as in `cuda:0#2`."""
+    return name.partition("#")[0]
+
+
 def torch_name(name: str) -> str:
     """Return what torch calls a device of this machine: AMD's GPUs are cuda to it, too."""
+    name = physical_name(name)
     return name.replace("hip", "cuda", 1) if name.startswith("hip") else name
 
 

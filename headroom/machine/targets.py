@@ -1,6 +1,7 @@
 """Targets: the devices that a plan is made for, of this machine or of another one."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 from headroom.errors import OptionError
@@ -23,19 +24,17 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
     """Return the devices that the options name, in their order, and the host memory behind them.
 
     A device is `cpu`, a GPU of this machine (`cuda:0`, `hip:0`), a catalogue name or a size;
-    several are separated by commas. The default is this machine's CPU.
+    several are separated by commas. The default is this machine's CPU. A device of this machine
+    that is named n times runs n stages, and each has an nth of its memory.
     """
     names = _names(options)
     host = _host(options.ram)
     devices = [host if name == "cpu" else parse_device(name) for name in names]
     if options.device_memory is not None:
         devices = [_limited(device, options.device_memory) for device in devices]
-    if len([device for device in devices if device.kind == "cpu"]) > 1:
-        raise OptionError("--device names cpu twice.", hint="Name it once.", param="device")
-    devices = _unique(devices)
     if not (any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices)):
         devices.append(replace(host, name="host", runs_layers=False))
-    return _with_own_speeds(devices, options)
+    return _numbered(_with_own_speeds(devices, options))
 
 
 def is_this_machine(options: Options) -> bool:
@@ -115,15 +114,23 @@ def _host(ram: str | None) -> DeviceSpec:
     return replace(here, total_bytes=total, available_bytes=total, pinnable_bytes=None)
 
 
-def _unique(devices: list[DeviceSpec]) -> list[DeviceSpec]:
-    """Number devices that have the same name, so that lines of a plan can be told apart."""
-    seen: dict[str, int] = {}
+def _numbered(devices: list[DeviceSpec]) -> list[DeviceSpec]:
+    """Number devices that have the same name, so that lines of a plan can be told apart.
+
+    Devices of this machine with one name are one device, whose memory is divided among them.
+    """
+    counts, seen = Counter(device.name for device in devices), Counter[str]()
     named = []
     for device in devices:
-        count = seen[device.name] = seen.get(device.name, 0) + 1
-        if count > 1 and is_local(device.name):
-            raise OptionError(
-                f"--device names {device.name} twice.", hint="Name it once.", param="device"
+        seen[device.name] += 1
+        number, count = seen[device.name], counts[device.name]
+        if count > 1 and (device.kind == "cpu" or is_local(device.name)):
+            device = replace(
+                device,
+                total_bytes=device.total_bytes // count,
+                available_bytes=device.available_bytes // count,
+                driver_bytes=device.driver_bytes // count,
+                card_bytes=device.card_bytes // count,
             )
-        named.append(device if count == 1 else replace(device, name=f"{device.name}#{count}"))
+        named.append(device if number == 1 else replace(device, name=f"{device.name}#{number}"))
     return named

@@ -254,17 +254,15 @@ class _Builder:
         device, model = stage.device, stage.model
         final = index == len(self.ranges) - 1
         alone = len(self.ranges) == 1
-        neighbours = (index > 0) + (not final)
-        lines = stage_lines(
-            model, self.ranges[index], device, stage.settings, self.request, neighbours
-        )
+        lines = stage_lines(model, self.ranges[index], device, stage.settings, self.request)
         if model.tied and final and not alone:
-            lines.insert(1, _table(stage, "head", "the token table as head"))
+            lines.insert(1, _table(stage, "head", "the token table as head", head=True))
         if index == 0 and device.holds_all:
-            note = "also the head" if model.tied and alone else ""
-            lines.insert(1, _table(stage, "embeddings", note, lookup=True))
+            tied = model.tied and alone
+            note = "also the head" if tied else ""
+            lines.insert(1, _table(stage, "embeddings", note, head=tied, lookups=True))
         elif index == 0 and model.tied and alone:
-            lines.insert(1, _table(stage, "embeddings", "also the head"))
+            lines.insert(1, _table(stage, "embeddings", "also the head", head=True))
         if final and self.request.draft is not None:
             lines += draft_lines(self.request.draft, model, stage.settings, self.request)
         return lines + runtime_lines(device)
@@ -381,7 +379,7 @@ class _Builder:
         if first.device.holds_all:
             return lines
         if not (first.model.tied and len(self.stages) == 1):
-            lines.append(_table(first, "embeddings", "rows are read by the host", lookup=True))
+            lines.append(_table(first, "embeddings", "rows are read by the host", lookups=True))
         elif lookup := lookup_bytes(first.model, first.settings):
             lines.append(Line("embeddings", lookup, "tables of which the host reads rows"))
         return lines
@@ -398,7 +396,7 @@ class _Builder:
         index = names.index("embeddings")
         if free >= host_lines[index].bytes:
             host_lines.pop(index)
-            lines[0].insert(1, _table(first, "embeddings", "there is room", lookup=True))
+            lines[0].insert(1, _table(first, "embeddings", "there is room", lookups=True))
 
     def _device_plan(self, index: int, lines: list[Line], hot: HotExperts) -> DevicePlan:
         stage, host = self.stages[index], self._host
@@ -427,11 +425,18 @@ def _expert_staging(stage: PlanStage, layers: Sequence[LayerShape]) -> int:
     return expert_staging_bytes(layers, stage.model.hidden, stage.settings.expert_unpack_bytes)
 
 
-def _table(stage: PlanStage, name: str, note: str, *, lookup: bool = False) -> Line:
-    """Return the line of the token table, as a stage's kernels hold it."""
+def _table(
+    stage: PlanStage, name: str, note: str, *, head: bool = False, lookups: bool = False
+) -> Line:
+    """Return the line of the token table, as a stage's kernels hold it.
+
+    `head`: the stage multiplies with the table. `lookups`: the line has all other tables that are
+    looked up, too.
+    """
     model, settings = stage.model, stage.settings
-    size, per_layer = embed_bytes(model, settings), lookup_bytes(model, settings)
+    size = embed_bytes(model, settings, looked_up=not head)
+    per_layer = lookup_bytes(model, settings)
     why = f"{model.vocab} x {model.hidden}, {settings.weights}" + (f", {note}" if note else "")
-    if lookup and per_layer:
+    if lookups and per_layer:
         return Line(name, size + per_layer, f"{why}, and {gib(per_layer)} of per-layer tables")
     return Line(name, size, why)

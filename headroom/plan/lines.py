@@ -17,7 +17,7 @@ from headroom.machine.calibration import (
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import inputs_bytes, library_bytes
 from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
-from headroom.plan.shape import F32_BYTES, LayerRange, LayerShape, ModelShape
+from headroom.plan.shape import F32_BYTES, NO_PADDING, LayerRange, LayerShape, ModelShape
 from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, counted, gib
 
@@ -75,9 +75,14 @@ def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
     return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
 
 
-def embed_bytes(model: ModelShape, settings: PlanSettings) -> int:
-    """Return the bytes of the token table."""
-    return held_bytes(model.embed_bytes, model.embed_values, 0, settings)
+def embed_bytes(model: ModelShape, settings: PlanSettings, *, looked_up: bool = False) -> int:
+    """Return the bytes of the token table.
+
+    A table that is only looked up has the layout of files, even if it is the head of a later stage.
+    """
+    added = model.embed_added if looked_up else NO_PADDING
+    packed, values = model.embed_bytes - added.bytes, model.embed_values - added.values
+    return held_bytes(packed, values, 0, settings)
 
 
 def lookup_bytes(model: ModelShape, settings: PlanSettings) -> int:
@@ -209,27 +214,41 @@ def layer_bytes(layer: LayerShape, settings: PlanSettings) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where a stage stands in the order of the stages."""
+
+    begins: bool  # it looks tokens up; otherwise rows come from the stage before
+    ends: bool  # it has the head; otherwise rows go to the stage after
+
+    @classmethod
+    def of(cls, layer_range: LayerRange, layers: int) -> "StagePlace":
+        """Return the place of a stage with a range of so many layers."""
+        return cls(layer_range.first == 0, layer_range.last == layers - 1)
+
+    @property
+    def neighbours(self) -> int:
+        """The stages that it takes rows from and hands rows to: 0, 1 or 2."""
+        return (not self.begins) + (not self.ends)
+
+
 def stage_lines(
     model: ModelShape,
     layer_range: LayerRange,
     device: DeviceSpec,
     settings: PlanSettings,
     request: PlanRequest,
-    neighbours: int = 0,
 ) -> list[Line]:
-    """Return the lines of one device that runs a range of layers: no experts, no embeddings.
-
-    `neighbours` are the devices that it takes rows from and hands rows to: 0, 1 or 2.
-    """
+    """Return the lines of one device that runs a range of layers: no experts, no embeddings."""
     first, last = layer_range
     layers = model.layers[first : last + 1]
-    ends = last == len(model.layers) - 1
+    ends = StagePlace.of(layer_range, len(model.layers)).ends
     core = core_bytes(layers, settings) + (norm_bytes(model, settings) if ends else 0)
     norm = " and the final norm" if ends else ""
     lines = [
         Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
         *_memory_lines(layers, settings),
-        staging_line(model, settings, neighbours),
+        staging_line(model, layer_range, settings),
         workspace_line(model, layers, device, settings, request),
     ]
     if request.draft is not None:
@@ -292,21 +311,44 @@ def draft_lines(
     ]
 
 
-def staging_line(model: ModelShape, settings: PlanSettings, neighbours: int = 0) -> Line:
+@dataclass(frozen=True, slots=True)
+class StageBuffers:
+    """The buffers of rows that one stage has: of the residual stream, and for hand-overs."""
+
+    stream: int  # of the residual stream, f32
+    side_values: int  # per-layer inputs of a row, of its layers and all after them, f32
+    handover: int  # in the hand-over type, where that is narrower than f32
+
+    @classmethod
+    def of(
+        cls, model: ModelShape, layer_range: LayerRange, settings: PlanSettings
+    ) -> "StageBuffers":
+        """Return the buffers of a stage with a range of layers."""
+        place = StagePlace.of(layer_range, len(model.layers))
+        embedded = model.staging_buffers - 2  # the stream before the first layer, in some families
+        return cls(
+            stream=1 + place.ends + (embedded if place.begins else 0),
+            side_values=sum(layer.side_width for layer in model.layers[layer_range.first :]),
+            handover=0 if settings.handover_type == "f32" else place.neighbours,
+        )
+
+
+def staging_line(model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> Line:
     """Return the buffers that carry rows between layers, and to or from neighbouring devices.
 
     The residual stream is f32 whatever the kernels compute in. A device with a neighbour before
     or after it has one more buffer for each where rows are handed over in a narrower type.
     """
-    rows, hidden, buffers = settings.stream_rows, model.hidden, model.staging_buffers
-    size = staging_bytes(hidden, rows, "f32", buffers)
-    why = f"{buffers} buffers x {counted(rows, 'row')} x {hidden} values, f32"
-    if model.side_values:
-        size += rows * model.side_values * F32_BYTES
-        why += f", and {model.side_values} values a row as per-layer inputs, f32"
-    if neighbours and settings.handover_type != "f32":
-        size += staging_bytes(hidden, rows, settings.handover_type, neighbours)
-        why += f", and {neighbours} to hand rows over in {settings.handover_type}"
+    rows, hidden = settings.stream_rows, model.hidden
+    buffers = StageBuffers.of(model, layer_range, settings)
+    size = staging_bytes(hidden, rows, "f32", buffers.stream)
+    why = f"{counted(buffers.stream, 'buffer')} x {counted(rows, 'row')} x {hidden} values, f32"
+    if buffers.side_values:
+        size += rows * buffers.side_values * F32_BYTES
+        why += f", and {buffers.side_values} values a row as per-layer inputs, f32"
+    if buffers.handover:
+        size += staging_bytes(hidden, rows, settings.handover_type, buffers.handover)
+        why += f", and {buffers.handover} to hand rows over in {settings.handover_type}"
     return Line("staging", size, why)
 
 

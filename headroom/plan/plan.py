@@ -149,7 +149,7 @@ class PlanProblem:
             k_type="",
             v_type="",
             compute_type="",
-            handover_type=options.activation_dtype or self.precision.type,
+            handover_type=self.handover_type,
             weights=weights,
             threads=options.threads or self._threads,
             pin_threads=options.pin_threads,
@@ -170,6 +170,15 @@ class PlanProblem:
             )
             stages.append(PlanStage(kind.device, settings, kind.model))
         return tuple(stages)
+
+    @property
+    def handover_type(self) -> str:
+        """The type of rows between devices: the policy's, or f32 if products are to be in f32.
+
+        Who asks for products in f32 wants answers that do not depend on the devices.
+        """
+        exact = "f32" if self.options.dtype == "f32" else self.precision.type
+        return self.options.activation_dtype or exact
 
     @property
     def _threads(self) -> int:

@@ -145,6 +145,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     embed_bytes: int  # token table, packed as in the file
     embed_values: int
+    embed_added: Padding = NO_PADDING  # of both, what a layout added because the table is the head
     head_bytes: int = 0  # 0 where the head is the token table
     head_values: int = 0
     lookup_bytes: int = 0  # other tables than the token table of which only rows are read
@@ -177,6 +178,7 @@ class ModelShape:
             layers=layers,
             embed_bytes=self.embed_bytes + embed.bytes,
             embed_values=self.embed_values + embed.values,
+            embed_added=embed,
             head_bytes=self.head_bytes + head.bytes,
             head_values=self.head_values + head.values,
             norm_bytes=self.norm_bytes + norm.bytes,

@@ -8,8 +8,8 @@ from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn, ex
 from headroom.experts.ffn import DenseAndExpertsFfn, ExpertsFfn
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RouterCounts, RoutingStats
-from headroom.experts.store import LayerStore, StoreRequest, blob_layout, open_store
-from headroom.experts.taps import LayerTap, RouterTap, TapSite
+from headroom.experts.store import BlobLayout, LayerStore, StoreRequest, blob_layout, open_store
+from headroom.experts.taps import LayerTap, RouterTap, StageTap, TapSite
 from headroom.experts.trace import TracedLayer
 from headroom.families.config import (
     AttentionConfig,
@@ -23,6 +23,7 @@ from headroom.formats.tensor import TensorInfo
 from headroom.kernels.cuda.matmul import RowNorm
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import RecurrentState
+from headroom.kernels.weight import Weight
 from headroom.layers.attention import Attention
 from headroom.layers.block import (
     Block,
@@ -48,12 +49,13 @@ from headroom.layers.cuda_block import (
 from headroom.layers.delta_net import DeltaNet
 from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
 from headroom.layers.native_block import NativeBlock, refuses_native_block
-from headroom.layers.per_layer_inputs import PerLayerInputs, PerLayerPart
+from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs, PerLayerPart
 from headroom.layers.upload import open_upload
 from headroom.layers.weights import WeightSource, open_weights
 from headroom.layers.workspace import Workspace, open_workspace
-from headroom.machine.devices import torch_name
+from headroom.machine.devices import physical_name, torch_name
 from headroom.plan.layout import DevicePlan
+from headroom.plan.lines import StagePlace
 from headroom.plan.plan import Plan
 from headroom.split.model import Model
 
@@ -67,29 +69,32 @@ def load_model(
     placement: ExpertPlacement | None = None,
     tap: RouterTap | None = None,
 ) -> Model:
-    """Load a model's weights to one device of the plan and build its layers.
+    """Load the weights of one stage to its device of the plan and build its layers.
 
     `placement` says which experts are hot; without one the device holds all experts. `tap` records
     or replaces the picks of all routers.
     """
-    settings = plan.settings
+    settings = device.settings
     torch_device = torch_name(device.name)
+    place = StagePlace.of(device.layers, len(config.layers))
     # Kernels of other backends take their scratch from torch: it is planned, but not allocated.
     allocates_scratch = settings.kernels == "native" or settings.uses_arena
     workspace = open_workspace(
-        config.hidden,
-        config.vocab,
+        config,
+        place,
         settings,
         device.allocated["workspace"] if allocates_scratch else 0,
         count,
-        config.keeps_embedding,
         torch_device,
     )
     # No step runs while weights are loaded, so the upload may use the scratch for its buffers.
     lent = workspace.scratch if settings.uses_arena else None
     with open_upload(torch_device, device.allocated["workspace"], lent) as upload:
-        source = open_weights(tensors, device.name, settings, count, config.norm_offset, upload)
-        return _StageBuilder(config, source, plan, device, workspace, tap).build(placement)
+        source = open_weights(
+            tensors, physical_name(device.name), settings, count, config.norm_offset, upload
+        )
+        builder = _StageBuilder(config, source, plan, device, place, workspace, tap)
+        return builder.build(placement)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,62 +115,77 @@ class _StageBuilder:
         source: WeightSource,
         plan: Plan,
         device: DevicePlan,
+        place: StagePlace,
         workspace: Workspace,
         tap: RouterTap | None = None,
     ) -> None:
         self._config, self._source, self._workspace = config, source, workspace
-        self._plan, self._settings, self._device = plan, plan.settings, device
+        self._plan, self._settings, self._device = plan, device.settings, device
+        self._place = place
         self._eps = config.norm_eps
         self._cold_experts: ColdExperts | None = None  # None if no expert is cold
-        self._per_layer_inputs: PerLayerInputs | None = None
+        self._per_layer_inputs: LayerInputs | None = None
         self._routing: RoutingStats | None = None
-        self._tap = tap
+        self._router_tap = tap
+        self._tap: StageTap | None = None
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
 
     def build(self, placement: ExpertPlacement | None) -> Model:
         """Load all weights, in the order in which a step uses them."""
         config, source = self._config, self._source
+        first, last = self._device.layers
         layers = [
-            _Layer(index, layer, source.at(f"layers.{index}."))
-            for index, layer in enumerate(config.layers)
+            _Layer(index, config.layers[index], source.at(f"layers.{index}."))
+            for index in range(first, last + 1)
         ]
         if placement is not None:
             # Before anything is read, so that memory that cannot be had is refused at once.
             self._cold_experts = self._open_cold_experts(layers, placement)
-        embeddings = source.at("", "embeddings")
-        on_device = config.tied or "embeddings" in self._device.allocated
-        if config.tied:
-            table = embeddings("embed")
-        else:
-            table = embeddings.table("embed", pinned=not on_device)
+        table = self._load_token_table() if self._place.begins else None
         self._per_layer_inputs = self._open_per_layer_inputs()
         self._routing = self._open_routing()
-        if self._tap is not None:
-            self._tap.open(self._tap_site())
+        if self._router_tap is not None and self._routing is not None:
+            self._tap = self._router_tap.open(self._tap_site(self._routing))
         blocks = [self._build_layer(layer) for layer in layers]
-        vocabulary = table if config.tied else source.at("", "head")("head")
-        norm = RmsNorm(source.norm("norm"), self._eps, source.case)
         return Model(
-            embedding=Embedding(table, source.case, config.embed_scale),
+            embedding=None if table is None else Embedding(table, source.case, config.embed_scale),
             blocks=blocks,
-            head=Head(norm, vocabulary, source.case, config.softcap),
+            head=self._load_head(table) if self._place.ends else None,
             workspace=self._workspace,
+            next_layer=last + 1,
             per_layer_inputs=self._per_layer_inputs,
             routing=self._routing,
             tap=self._tap,
             cold_experts=self._cold_experts,
         )
 
+    def _load_token_table(self) -> Weight:
+        """Load the table of token embeddings; a tied head on this device reads it, too."""
+        embeddings = self._source.at("", "embeddings")
+        if self._config.tied and self._place.ends:
+            return embeddings("embed")
+        on_device = "embeddings" in self._device.allocated
+        return embeddings.table("embed", pinned=not on_device)
+
+    def _load_head(self, table: Weight | None) -> Head:
+        """Load the final norm and the vocabulary matrix, which may be the token table."""
+        config, source = self._config, self._source
+        if config.tied:
+            vocabulary = source.at("", "head")("embed") if table is None else table
+        else:
+            vocabulary = source.at("", "head")("head")
+        norm = RmsNorm(source.norm("norm"), self._eps, source.case)
+        return Head(norm, vocabulary, source.case, config.softcap)
+
     def _open_cold_experts(self, layers: list[_Layer], placement: ExpertPlacement) -> ColdExperts:
         """Allocate memory for the experts of all layers, hot and cold."""
-        settings, cold_speeds = self._settings, self._plan.cold_speeds
+        settings, cold_speeds = self._settings, self._device.cold_speeds
         assert cold_speeds is not None
-        layouts = [
-            None
-            if layer.config.experts is None
-            else blob_layout(layer.config.experts, layer.get, tiles=_runs_cuda(layer))
-            for layer in layers
-        ]
+        layouts: list[BlobLayout | None] = [None] * len(self._config.layers)
+        for layer in layers:
+            if layer.config.experts is not None:
+                tiles = _runs_cuda(layer)
+                layouts[layer.index] = blob_layout(layer.config.experts, layer.get, tiles=tiles)
         request = StoreRequest(
             placement=placement,
             cold=settings.cold,
@@ -175,35 +195,48 @@ class _StageBuilder:
             policy=settings.expert_policy,
             staging_bytes=self._device.allocated.get("expert_staging", 0),
         )
-        store = open_store(layouts, request, self._device.name, self._source.count)
-        return ColdExperts(store, self._device.name, cold_speeds, settings.cold)
+        device = physical_name(self._device.name)
+        store = open_store(layouts, request, device, self._source.count)
+        return ColdExperts(store, device, cold_speeds, settings.cold)
 
-    def _open_per_layer_inputs(self) -> PerLayerInputs | None:
-        """Load the table of per-layer inputs, for a model that has them."""
-        if not self._config.layers[0].per_layer_width:
+    def _open_per_layer_inputs(self) -> LayerInputs | None:
+        """Open the per-layer inputs of a model that has them.
+
+        The first stage loads their table; the others get their inputs from the stage before.
+        """
+        layers, rows = self._config.layers, self._settings.stream_rows
+        if not (width := layers[0].per_layer_width):
             return None
-        hosted = any(line.name == "embeddings" for line in self._plan.host.lines)
-        table = self._source.at("", "embeddings").table("per_layer.embed", pinned=hosted)
-        return PerLayerInputs(table, self._source, self._eps, self._settings.stream_rows)
+        if self._place.begins:
+            hosted = any(line.name == "embeddings" for line in self._plan.host.lines)
+            table = self._source.at("", "embeddings").table("per_layer.embed", pinned=hosted)
+            return PerLayerInputs(table, self._source, self._eps, rows)
+        first = self._device.layers.first
+        inputs = LayerInputs(
+            rows, first, len(layers) - first, width, self._source.case.torch_device
+        )
+        self._source.count("staging", inputs.values.nbytes)
+        return inputs
 
     def _open_routing(self) -> RoutingStats | None:
-        """Return empty routing counts; None for a model without experts."""
+        """Return empty counts of all layers; None if this stage has no experts."""
         layers = self._config.layers
-        experts = max((layer.experts.experts for layer in layers if layer.experts), default=0)
-        if not experts:
+        first, last = self._device.layers
+        if not any(layer.experts for layer in layers[first : last + 1]):
             return None
+        experts = max(layer.experts.experts for layer in layers if layer.experts)
         return RoutingStats(len(layers), experts, torch_name(self._device.name))
 
-    def _tap_site(self) -> TapSite:
+    def _tap_site(self, routing: RoutingStats) -> TapSite:
         """Return what a tap on this stage's routers needs to know."""
-        assert self._routing is not None, "a model without experts has no routers"
+        first, last = self._device.layers
         return TapSite(
             layers=tuple(
                 TracedLayer(number, layer.experts.experts, layer.experts.used)
                 for number, layer in enumerate(self._config.layers)
-                if layer.experts is not None
+                if layer.experts is not None and first <= number <= last
             ),
-            routing=self._routing,
+            routing=routing,
             device=torch_name(self._device.name),
             rows=max(self._settings.rows, DECODE_ROWS),
             sequences=self._settings.parallel,

@@ -1,13 +1,14 @@
-"""make_run_plan(): the device that an engine runs on, named or found, and the plan for it."""
+"""make_run_plan(): the devices that an engine runs on, named or found, and the plan for them."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.kernels.cuda.compile import CODE
-from headroom.machine.devices import DeviceSpec
+from headroom.machine.devices import DeviceSpec, physical_name
 from headroom.machine.drivers import gpu_facts, gpu_holders, why_unseen
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.readiness import (
@@ -20,6 +21,7 @@ from headroom.machine.readiness import (
 from headroom.machine.targets import is_local, plan_devices
 from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.options import Options
+from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.shape import ModelShape
 from headroom.split.unused import without_gpu_options, without_plan_options
@@ -42,11 +44,11 @@ def make_run_plan(
 ) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
-    Without --device it is a GPU that runs the kernels and holds the model, else the CPU. If only
-    an option keeps the model from the GPU, that option is reported; the CPU does not take over.
-    `left` is the memory in bytes that other loaded models leave of a device, by its name. `freed`
-    is what the plan may count on besides the memory that is free now: that of loaded models which
-    would be unloaded first.
+    Without --device these are as few GPUs as hold the model, of those that run the kernels, else
+    the CPU. If only an option keeps the model from a GPU, that option is reported; the CPU does not
+    take over. `left` is the memory in bytes that other loaded models leave of a device, by its
+    name. `freed` is what the plan may count on besides the memory that is free now: that of loaded
+    models which would be unloaded first.
     """
     CODE.open(options.home_path)
     options = without_plan_options(options)
@@ -54,17 +56,49 @@ def make_run_plan(
         devices = _devices(options, left, freed)
         check_devices(devices, options)
         return _plan(shape, devices, options, freed)
-    on_cpu = replace(options, device="cpu")
-    name = choose_device(options)
-    if name != "cpu":
-        on_gpu = replace(options, device=name)
+    if names := choose_gpus(options):
         try:
-            return _plan(shape, _devices(on_gpu, left, freed), on_gpu, freed)
+            return _plan_on_gpus(shape, names, options, left, freed)
         except (PlanError, DeviceError) as error:
-            if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpu):
+            on_gpus = replace(options, device=",".join(names))
+            if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpus):
                 raise
-            log.warning("device: cpu, not %s: %s", name, error.message)
+            log.warning("device: cpu, not %s: %s", " and ".join(names), error.message)
+    on_cpu = replace(options, device="cpu")
     return _plan(shape, _devices(on_cpu, left, freed), on_cpu, freed)
+
+
+def _plan_on_gpus(
+    shape: ModelShape,
+    names: Sequence[str],  # GPUs that may be used, the preferred one first
+    options: Options,
+    left: Mapping[str, int],
+    freed: Mapping[str, int],
+) -> Plan:
+    """Return a plan for as few GPUs as hold all weights, or for all of them if none do."""
+    fewer = ""
+    for count in range(1, len(names) + 1):
+        on_gpus = replace(options, device=",".join(names[:count]))
+        try:
+            plan = _plan(shape, _devices(on_gpus, left, freed), on_gpus, freed)
+        except (PlanError, DeviceError) as error:
+            if count == len(names):
+                raise
+            fewer = error.message
+            continue
+        cold = plan.total_experts - plan.hot_experts
+        if count < len(names) and cold and options.expert_budget is None:
+            fewer = f"{cold} of {plan.total_experts} experts would be cold"
+            continue
+        if count > 1:
+            log.info(
+                "device: %s, since on %s: %s",
+                " and ".join(names[:count]),
+                " and ".join(names[: count - 1]),
+                fewer,
+            )
+        return plan
+    raise AssertionError("the last plan is returned or raises")
 
 
 def _devices(
@@ -100,17 +134,15 @@ def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
     names = [name.strip() for name in (options.device or "cpu").split(",")]
     if all(name == "cpu" or is_local(name) for name in names):
         return make_run_plan(shape, options)
-    devices = plan_devices(options)
-    _check_number(devices)
-    return _checked_plan(shape, devices, options)
+    return _checked_plan(shape, plan_devices(options), options)
 
 
-def choose_device(options: Options) -> str:
-    """Return the name of the GPU with most memory free if it can run layers, else cpu."""
+def choose_gpus(options: Options) -> list[str]:
+    """Return the names of the GPUs that can run layers, the fastest first; those alike by room."""
     if options.dtype == "int8":
-        return "cpu"  # only CPUs have 8-bit products
-    gpus = detect_gpus()
-    for gpu in sorted(gpus, key=lambda gpu: -gpu.available_bytes):
+        return []  # only CPUs have 8-bit products
+    gpus, chosen = detect_gpus(), []
+    for gpu in sorted(gpus, key=lambda gpu: (-(gpu.bandwidth or 0), -gpu.available_bytes)):
         if refusal := _refuse(gpu, options):
             log.warning("device: not %s: %s %s", gpu.name, refusal.message, refusal.hint)
             continue
@@ -121,10 +153,10 @@ def choose_device(options: Options) -> str:
             gib(gpu.available_bytes),
             gib(gpu.total_bytes),
         )
-        return gpu.name
+        chosen.append(gpu.name)
     if not gpus:
         _log_none()
-    return "cpu"
+    return chosen
 
 
 def _log_none() -> None:
@@ -141,31 +173,21 @@ def check_devices(devices: list[DeviceSpec], options: Options) -> None:
     """Refuse devices that a plan can be made for but that cannot run layers here."""
     stages = [device for device in devices if device.runs_layers]
     for device in stages:
-        if device.kind != "cpu" and not is_local(device.name):
+        if device.kind != "cpu" and not is_local(physical_name(device.name)):
             raise OptionError(
                 f"--device {device.name} is a device to plan for, not one of this machine.",
                 hint="Try headroom plan with it; an engine runs on cpu or cuda:0.",
                 param="device",
             )
-    _check_number(devices)
-    if stages[0].kind != "cpu" and (refusal := _refuse(stages[0], options)):
-        raise DeviceError(refusal.message, hint=refusal.hint, param="device")
-
-
-def _check_number(devices: list[DeviceSpec]) -> None:
-    """Refuse more than one device for layers."""
-    if (number := sum(device.runs_layers for device in devices)) > 1:
-        raise OptionError(
-            f"--device names {number} devices, and an engine runs on one.",
-            hint="Name one of them; headroom plan shows how layers would be split.",
-            param="device",
-        )
+    for device in stages:
+        if device.kind != "cpu" and (refusal := _refuse(device, options)):
+            raise DeviceError(refusal.message, hint=refusal.hint, param="device")
 
 
 def _refuse(device: DeviceSpec, options: Options) -> Refusal | None:
     """Return why a GPU of this machine cannot run layers."""
     torch = read_torch()
-    found = [gpu for gpu in gpu_facts() if gpu.name == device.name]
+    found = [gpu for gpu in gpu_facts() if gpu.name == physical_name(device.name)]
     known = found[0] if found else _facts(device)
     if options.device_memory is not None:
         limit = parse_size(options.device_memory, "device_memory")
@@ -192,36 +214,50 @@ def _plan(
             raise
         message, hint = f"{error.message} {told.message}", f"{told.hint} {error.hint}"
         raise PlanError(message, hint=hint, param=error.param) from error
-    device = plan.devices[0]
-    if device.kind != "cpu":
-        needed = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
-        memory = gpu_memory(device.name)
-        memory = replace(memory, free_bytes=memory.free_bytes + freed.get(device.name, 0))
-        if needed > memory.free_bytes:
-            memory = replace(memory, holders=tuple(gpu_holders(device.name)))
-        if refusal := refuse_memory(device.name, needed, memory):
-            raise DeviceError(refusal.message, hint=refusal.hint, param="device")
+    _check_free_memory(plan, freed)
     return plan
+
+
+def _check_free_memory(plan: Plan, freed: Mapping[str, int]) -> None:
+    """Refuse a plan that needs more of a GPU than is free now."""
+    needed: Counter[str] = Counter()
+    for device in plan.devices:
+        if device.kind != "cpu":  # several stages may share a GPU
+            own = sum(line.bytes for line in device.lines if line.name not in NOT_NEEDED)
+            needed[physical_name(device.name)] += own
+    for name, size in needed.items():
+        memory = gpu_memory(name)
+        memory = replace(memory, free_bytes=memory.free_bytes + freed.get(name, 0))
+        if size > memory.free_bytes:
+            memory = replace(memory, holders=tuple(gpu_holders(name)))
+        if refusal := refuse_memory(name, size, memory):
+            raise DeviceError(refusal.message, hint=refusal.hint, param="device")
 
 
 def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
     plan = make_plan([shape], devices, options)
-    if plan.devices[0].hot_experts < plan.devices[0].total_experts:
-        _check_cold(plan, options)
+    for device in plan.devices:
+        if device.hot_experts < device.total_experts:
+            _check_cold(device, options)
     return plan
 
 
 def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Refusal | None:
     """Return an error that names the processes without which the plan would fit; else None."""
-    gpu, *others = devices
-    held = gpu.total_bytes - gpu.available_bytes
-    if gpu.kind == "cpu" or held <= NOTICEABLE_BYTES:
+    gpus = [device for device in devices if device.kind != "cpu"]
+    held = {gpu.name: gpu.total_bytes - gpu.available_bytes for gpu in gpus}
+    if not any(size > NOTICEABLE_BYTES for size in held.values()):
         return None
+    freed = [
+        replace(device, available_bytes=device.total_bytes) if device.name in held else device
+        for device in devices
+    ]
     try:
-        _checked_plan(shape, [replace(gpu, available_bytes=gpu.total_bytes), *others], options)
+        _checked_plan(shape, freed, options)
     except PlanError:
         return None
-    return held_by_others(gpu.name, held, gpu_holders(gpu.name))
+    name = max(held, key=lambda name: held[name])
+    return held_by_others(name, held[name], gpu_holders(physical_name(name)))
 
 
 def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) -> bool:
@@ -236,9 +272,8 @@ def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) ->
     return True
 
 
-def _check_cold(plan: Plan, options: Options) -> None:
-    """Refuse cold experts that no kernel of this machine would compute."""
-    device = plan.devices[0]
+def _check_cold(device: DevicePlan, options: Options) -> None:
+    """Refuse cold experts of a device that no kernel of this machine would compute."""
     if device.kind == "hip":
         cold = device.total_experts - device.hot_experts
         raise PlanError(
@@ -247,8 +282,8 @@ def _check_cold(plan: Plan, options: Options) -> None:
             hint="Choose a smaller --context or a smaller file, or --device cpu.",
         )
     by_cpu = options.cold == "cpu" or (options.no_pin and options.cold == "auto")
-    speeds = plan.cold_speeds
-    if by_cpu and plan.settings.uses_arena and speeds is not None and not speeds.cpu:
+    speeds = device.cold_speeds
+    if by_cpu and device.settings.uses_arena and speeds is not None and not speeds.cpu:
         asked = "--cold cpu" if options.cold == "cpu" else "--no-pin"
         raise OptionError(
             f"{asked} leaves cold experts to the CPU, whose C++ kernels were not built here.",

@@ -21,7 +21,7 @@ from headroom.layers.batch import Batch, Span
 from headroom.layers.draws import DeviceSampler, Draw, TokenMask, copy_event
 from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
-from headroom.split.model import Model
+from headroom.split.model import HandedRows, Model
 from headroom.split.stage import pick_rows
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
@@ -57,7 +57,7 @@ class Captured:
 
     graph: "torch.cuda.CUDAGraph"
     hidden: torch.Tensor  # [rows, hidden]
-    logits: torch.Tensor  # [rows, vocabulary]
+    logits: torch.Tensor | None  # [rows, vocabulary]; None: a later stage has the head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,7 +155,7 @@ class GpuResult:
 
 
 class GpuStage:
-    """The layers of one GPU, with embedding and head; draws the tokens of its steps."""
+    """The layers of one GPU; the last stage draws the tokens of its steps."""
 
     def __init__(
         self,
@@ -163,13 +163,19 @@ class GpuStage:
         model: Model,
         settings: PlanSettings,
         rings: frozenset[int],  # pages in a sequence's ring, of all layers with a window
-        sampler: DeviceSampler,
+        sampler: DeviceSampler | None,  # None: a later stage has the head
+        drawn: torch.Tensor | None = None,  # int64 [rows]: where another stage keeps its tokens
     ) -> None:
         self.device = device
         self._torch_device = there = torch_name(device)
         self._model, self._settings, self._rings = model, settings, rings
         self._sampler = sampler
-        pages, tokens = settings.sequence_pages, sampler.tokens
+        if sampler is not None:
+            drawn = sampler.tokens
+        elif drawn is None:  # the pipeline copies here what the last stage has drawn
+            drawn = torch.zeros(DECODE_ROWS, dtype=torch.int64, device=there)
+        self.drawn = tokens = drawn
+        pages = settings.sequence_pages
         # Captured steps read their inputs at fixed addresses; all other steps use the second set.
         self._captured_inputs = StepInputs(DECODE_ROWS, DECODE_ROWS, pages, there, tokens)
         self._inputs = StepInputs(settings.rows, settings.parallel, pages, there, tokens)
@@ -274,15 +280,36 @@ class GpuStage:
     def _warm_up_together(self, together: int, sequences: Sequence[int]) -> None:
         """Run a step of the prefill path with many sequences, and draw for some of them only."""
         hidden = self._warm_up([DECODE_ROWS + 2 - together] + [1] * (together - 1))
-        for count in sequences:
-            self._sampler.draw(self._model.logits(hidden[:count]))
+        if self._sampler is not None:
+            for count in sequences:
+                self._sampler.draw(self._model.logits(hidden[:count]))
 
     def forget_captures(self) -> None:
         """Drop the captured steps; each is captured again when it is next used."""
         self._captured.clear()
 
-    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> GpuResult:
-        """Run one step, and draw the tokens whose settings fit the sampler's tables."""
+    def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
+        """Run one step on the rows of the stage before; return them for the stage after."""
+        self._check_cold()
+        with self._current_device():
+            if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
+                captured = self._fill_captured(batch, received)
+                self._wake_cold_worker()
+                captured.graph.replay()
+                x = captured.hidden
+            else:
+                x = self._run_layers(batch, received)
+            if self._model.tap is not None:
+                self._model.tap.end_step(batch)
+            return self._model.handed(x, len(batch.tokens))
+
+    def step(
+        self,
+        batch: Batch,
+        draws: Sequence[Draw | None] = (),
+        received: HandedRows | None = None,
+    ) -> GpuResult:
+        """Run one step of the last stage; draw the tokens whose settings fit the sampler."""
         drawn = [
             _DrawnRow(output, draw)
             for output, draw in enumerate(draws)
@@ -293,9 +320,9 @@ class GpuStage:
         self._check_cold()
         with self._current_device():
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
-                result = self._replay(batch, drawn)
+                result = self._replay(batch, drawn, received)
             else:
-                result = self._run(batch, drawn)
+                result = self._run(batch, drawn, received)
             if self._model.tap is not None:
                 self._model.tap.end_step(batch)
         return result
@@ -349,7 +376,7 @@ class GpuStage:
     def _warm_up(self, counts: Sequence[int]) -> torch.Tensor:
         """Run a step of sequences with these row counts, before any page is in use, and draw.
 
-        Return the residual stream of each sequence's last row.
+        Return the residual stream of each sequence's last row, or of all rows without a head.
         """
         rows, page = sum(counts), torch.zeros(1, dtype=torch.int64)
         ends = list(accumulate(counts))
@@ -364,26 +391,30 @@ class GpuStage:
             spans=spans,
             output_rows=torch.tensor(ends) - 1,
         )
+        if self._sampler is None:
+            return self._run_layers(batch)
         hidden = self._run(batch, []).hidden
         self._sampler.draw(self._model.logits(hidden))
         return hidden
 
-    def _replay(self, batch: Batch, drawn: list[_DrawnRow]) -> GpuResult:
+    def _replay(
+        self, batch: Batch, drawn: list[_DrawnRow], received: HandedRows | None
+    ) -> GpuResult:
         """Replay the captured step that fits a batch; drawing is part of the graph."""
-        rows = bucket_of(len(batch.tokens))
-        settings = self._settings
-        step = self._capture_of(kind_of(batch, rows, settings.context, settings.page_size))
+        step = self._fill_captured(batch, received)
         output_rows: list[int] = batch.output_rows.tolist()
-        self._captured_inputs.fill(batch)
+        logits = step.logits
+        assert logits is not None
+        assert self._sampler is not None
         self._sampler.fill([(output_rows[row.output], row.draw) for row in drawn])
         self._wake_cold_worker()
         step.graph.replay()
         read = self._next_read()
         count = output_rows[drawn[-1].output] + 1 if drawn else 0
-        late = self._fetch_tokens(read, count, drawn, step.logits)
+        late = self._fetch_tokens(read, count, drawn, logits)
         return GpuResult(
             hidden=lambda: pick_rows(step.hidden, output_rows),
-            logits=lambda rows: pick_rows(step.logits, [output_rows[row] for row in rows]),
+            logits=lambda rows: pick_rows(logits, [output_rows[row] for row in rows]),
             norm=self._normed,
             read=read,
             outputs=len(output_rows),
@@ -391,6 +422,15 @@ class GpuStage:
             check=self._check_cold,
             late=late,
         )
+
+    def _fill_captured(self, batch: Batch, received: HandedRows | None) -> Captured:
+        """Return the captured step that fits a batch, after filling its inputs."""
+        rows, settings = bucket_of(len(batch.tokens)), self._settings
+        step = self._capture_of(kind_of(batch, rows, settings.context, settings.page_size))
+        self._captured_inputs.fill(batch)
+        if received is not None:  # not before a capture, whose runs overwrite these rows
+            self._model.receive(received)
+        return step
 
     def _fetch_tokens(
         self, read: _TokenRead, count: int, drawn: list[_DrawnRow], logits: torch.Tensor
@@ -400,30 +440,26 @@ class GpuStage:
         If some rows are limited, return their draws: the copy follows them.
         """
         limited = [row.output for row in drawn if row.draw.limited]
-        tokens = slice(0, count)
+        tokens, sampler = slice(0, count), self._sampler
+        assert sampler is not None
         if not limited:
             if count:
-                read.fetch(tokens, self._sampler.tokens[tokens])
+                read.fetch(tokens, sampler.tokens[tokens])
             return None
 
         def draw(masks: Mapping[int, TokenMask | None]) -> None:
             with self._current_device():
-                self._sampler.draw_limited(logits, masks)
-                read.fetch(tokens, self._sampler.tokens[tokens])
+                sampler.draw_limited(logits, masks)
+                read.fetch(tokens, sampler.tokens[tokens])
 
         return _LateDraws(limited, draw)
 
-    def _run(self, batch: Batch, drawn: list[_DrawnRow]) -> GpuResult:
+    def _run(
+        self, batch: Batch, drawn: list[_DrawnRow], received: HandedRows | None = None
+    ) -> GpuResult:
         """Run a step of any size without a graph; only its output rows get logits."""
-        count, settings = len(batch.tokens), self._settings
-        if count <= DECODE_ROWS:  # the model has layers that cannot be captured
-            self._wake_cold_worker()
-        elif self._model.cold_experts is not None:
-            self._model.cold_experts.begin_prompt(batch.output_rows)
-        self._inputs.fill(batch)
-        kind = kind_of(batch, count, settings.context, settings.page_size)
-        spans = self._inputs.spans(batch)
-        x = self._model.run(self._inputs.batch(spans, self._rings, kind, len(spans)))
+        assert self._sampler is not None
+        x = self._run_layers(batch, received)
         hidden = pick_rows(x, batch.output_rows.tolist())
         read, late = self._next_read(), None
         for first in range(0, len(drawn), DECODE_ROWS):
@@ -447,6 +483,20 @@ class GpuStage:
             late=late,
         )
 
+    def _run_layers(self, batch: Batch, received: HandedRows | None = None) -> torch.Tensor:
+        """Run a step of any size without a graph; return the residual stream of all its rows."""
+        count, settings = len(batch.tokens), self._settings
+        if received is not None:
+            self._model.receive(received)
+        if count <= DECODE_ROWS:  # the model has layers that cannot be captured
+            self._wake_cold_worker()
+        elif self._model.cold_experts is not None:
+            self._model.cold_experts.begin_prompt(batch.output_rows)
+        self._inputs.fill(batch)
+        kind = kind_of(batch, count, settings.context, settings.page_size)
+        spans = self._inputs.spans(batch)
+        return self._model.run(self._inputs.batch(spans, self._rings, kind, len(spans)))
+
     def _next_read(self) -> _TokenRead:
         self._reads.rotate()
         return self._reads[0]
@@ -455,9 +505,9 @@ class GpuStage:
         if kind not in self._captured:
             with torch.inference_mode():
                 # The runs before a capture draw tokens, but the next step may read the last ones.
-                drawn = self._sampler.tokens.clone()
+                drawn = self.drawn.clone()
                 self._captured[kind] = self._capture(kind)
-                self._sampler.tokens.copy_(drawn)
+                self.drawn.copy_(drawn)
         return self._captured[kind]
 
     def _wake_cold_worker(self) -> None:
@@ -470,9 +520,11 @@ class GpuStage:
         if self._model.decode_worker is not None:
             self._model.decode_worker.check()
 
-    def _run_captured(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_captured(self, kind: StepKind) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step on the captured inputs and draw; return its residual stream and logits."""
         hidden = self._model.run(self._captured_inputs.batch((), self._rings, kind, kind.rows))
+        if self._sampler is None:
+            return hidden, None
         logits = self._model.logits(hidden)
         self._sampler.draw(logits)
         return hidden, logits

@@ -1,24 +1,26 @@
-"""start_pipeline(): loads a planned model to its device and opens the pipeline that runs it."""
+"""start_pipeline(): loads a planned model to its devices and opens the pipeline that runs it."""
 
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from headroom.errors import DeviceError, is_out_of_memory
+from headroom.experts.cold import ColdExperts
 from headroom.experts.exchange import StoreExchanges
+from headroom.experts.joined import join_meters, join_stores
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.taps import RouterTap
 from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
-from headroom.machine.devices import torch_name
+from headroom.machine.devices import physical_name, torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import out_of_memory
 from headroom.machine.torch_gpus import gpu_memory
@@ -27,13 +29,12 @@ from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
 from headroom.plan.lines import NOT_ALLOCATED
 from headroom.plan.plan import Plan
-from headroom.plan.settings import PlanSettings
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.build import load_model
 from headroom.split.gpu_stage import GpuStage
 from headroom.split.memory_check import check_memory, held_already, open_device_memory
 from headroom.split.model import Model
-from headroom.split.pipeline import LoadTimes, Pipeline
+from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
 from headroom.split.placing import even_placement, expert_layers
 from headroom.split.stage import CpuStage, Stage
 from headroom.units import gib
@@ -56,54 +57,125 @@ def start_pipeline(
     If the plan leaves experts cold, `placement` says which; without one, each layer has its planned
     number of hot experts, evenly spread. `tap` records or replaces the picks of all routers.
     """
-    device, settings = plan.devices[0], plan.settings  # the engine runs one stage
+    settings = plan.settings
     set_threads(settings.threads, pin=settings.pin_threads)
-    warn_of_slow_kernels(device.name)
-    if placement is None and device.hot_experts < device.total_experts:
+    if placement is None and plan.hot_experts < plan.total_experts:
         placement = even_placement(model.shape, plan)
-    allocated: Counter[str] = Counter()  # bytes by the plan's line
-    held_before = held_already(device.name)
-    open_device_memory(device.name)
-    loaded, times = _load(plan, device, model, placement, tap, allocated, progress)
-    stage: Stage
-    if device.kind == "cpu":
-        stage = CpuStage(device.name, loaded)
-    else:
-        with explain_out_of_memory(device, allocated, "capturing steps"):
-            gpu_stage = _open_gpu_stage(device, settings, model.config, loaded, allocated)
-            times = replace(times, capture_s=_capture(gpu_stage, settings.parallel, progress))
-        stage = gpu_stage
-    check_memory(plan, device, allocated, held_before)
-    exchanges, meter, shares, policies = None, None, None, None
-    if (cold := loaded.cold_experts) is not None:
-        meter, shares, policies = cold.meter, cold.shares, cold.policies
-        # Without cold experts in host memory there are none to exchange; a cache does it by itself.
-        if cold.store.cold_bytes and not cold.store.is_cached:
-            layers = expert_layers(model.shape, plan)
-            exchanges = StoreExchanges(
-                cold.store,
-                layers,
-                same_bits=cold.same_bits,
-                speeds=exchange_speeds(plan.cold_speeds, settings.cold, cold.store.pinned),
-            )
+    devices = plan.devices
+    memory = {device: StageMemory(lines, Counter()) for device, lines in _host_lines(plan).items()}
+    memory |= {device.name: StageMemory(device.allocated, Counter()) for device in devices}
+    held_before = {device.name: held_already(device.name) for device in devices}
+    loaded, times = [], LoadTimes()
+    told = _Progress(plan, progress)
+    for device in devices:
+        warn_of_slow_kernels(physical_name(device.name))
+        open_device_memory(device.name)
+        count = _counter_of(device, memory, told)
+        # A device without cold experts gets no placement: it holds all experts of its layers.
+        own = placement if device.hot_experts < device.total_experts else None
+        allocated = memory[device.name].allocated
+        part, own_times = _load(plan, device, model, own, tap, count, allocated)
+        loaded.append(part)
+        times = times.plus(own_times)
+    told.end()
+    stages, capture_s = _open_stages(plan, model.config, loaded, memory, progress)
+    for device in devices:
+        check_memory(plan, device, memory[device.name].allocated, held_before[device.name])
+    colds = [part.cold_experts for part in loaded if part.cold_experts is not None]
     return Pipeline(
-        stage,
+        stages,
         model.config.vocab,
-        allocated,
-        planned={**_host_lines(plan), device.name: device.allocated},
-        experts=exchanges,
-        meter=meter,
-        shares=shares,
-        policies=policies,
+        memory,
+        experts=_open_exchanges(plan, model, colds),
+        meter=join_meters([cold.meter for cold in colds]),
+        keepers=[x for cold in colds for x in (cold.shares, cold.policies) if x is not None],
         refuses_trees=model.config.refuses_trees,
-        load_times=times,
+        load_times=replace(times, capture_s=capture_s),
     )
 
 
+def _open_exchanges(
+    plan: Plan, model: ModelDescription, colds: Sequence[ColdExperts]
+) -> StoreExchanges | None:
+    """Return what exchanges hot and cold experts; None if nothing does."""
+    store = join_stores([cold.store for cold in colds])
+    # Without cold experts in host memory there are none to exchange; a cache does it by itself.
+    if store is None or not store.cold_bytes or store.is_cached:
+        return None
+    return StoreExchanges(
+        store,
+        expert_layers(model.shape, plan),
+        same_bits=all(cold.same_bits for cold in colds),
+        speeds=exchange_speeds(plan.cold_speeds, plan.settings.cold, store.pinned),
+    )
+
+
+def _open_stages(
+    plan: Plan,
+    config: ModelConfig,
+    loaded: Sequence[Model],
+    memory: Mapping[str, StageMemory],
+    progress: LoadProgress,
+) -> tuple[list[Stage], float]:
+    """Return the stages, and the seconds in which the steps of GPUs were captured."""
+    stages: list[Stage] = []
+    capture_s, last, sampler = 0.0, plan.devices[-1], None
+    if last.kind != "cpu":
+        with explain_out_of_memory(last, memory[last.name].allocated, "capturing steps"):
+            sampler = DeviceSampler.allocate(DECODE_ROWS, config.vocab, last.name)
+        memory[last.name].allocated["logits"] += sampler.nbytes
+    for device, model in zip(plan.devices, loaded, strict=True):
+        if device.kind == "cpu":
+            stages.append(CpuStage(device.name, model))
+            continue
+        allocated = memory[device.name].allocated
+        with explain_out_of_memory(device, allocated, "capturing steps"):
+            stage = _open_gpu_stage(device, config, model, sampler, ends=device is last)
+            capture_s += _capture(stage, device.settings.parallel, progress)
+        stages.append(stage)
+    return stages, capture_s
+
+
 def _host_lines(plan: Plan) -> dict[str, dict[str, int]]:
-    """Return what the engine allocates of the host memory behind a GPU, by line."""
+    """Return what the engine allocates of the host memory behind GPUs, by line."""
     lines = {line.name: line.bytes for line in plan.host.lines if line.name not in NOT_ALLOCATED}
     return {"cpu": lines} if lines else {}
+
+
+class _Progress:
+    """Tells how many bytes of all weights are loaded."""
+
+    def __init__(self, plan: Plan, progress: LoadProgress) -> None:
+        lines = [line for device in plan.devices for line in device.lines]
+        lines += plan.host.lines
+        self._total = sum(line.bytes for line in lines if line.name in WEIGHT_LINES)
+        self._progress, self._done = progress, 0
+
+    def add(self, size_bytes: int) -> None:
+        """Count some bytes of weights."""
+        self._done += size_bytes
+        self._progress(min(self._done, self._total), self._total)
+
+    def end(self) -> None:
+        """Tell that everything is loaded."""
+        self._progress(self._total, self._total)
+
+
+def _counter_of(
+    device: DevicePlan, memory: Mapping[str, StageMemory], progress: _Progress
+) -> Callable[[str, int], None]:
+    """Return what counts an allocation of one stage: in its own lines, or in those of the host."""
+    own, host = memory[device.name], memory.get("cpu")
+
+    def count(line: str, size_bytes: int) -> None:
+        hosted = host is not None and line not in own.planned and line in host.planned
+        place = host if hosted else own
+        assert place is not None
+        place.allocated[line] += size_bytes
+        if line in WEIGHT_LINES:
+            progress.add(size_bytes)
+
+    return count
 
 
 def set_threads(threads: int, *, pin: bool = False) -> None:
@@ -127,30 +199,25 @@ def _load(
     model: ModelDescription,
     placement: ExpertPlacement | None,
     tap: RouterTap | None,
-    allocated: Counter[str],
-    progress: LoadProgress,
+    count: Callable[[str, int], None],
+    allocated: Mapping[str, int],  # what `count` has counted on the device
 ) -> tuple[Model, LoadTimes]:
-    """Load a device's layers; count what they allocate and report the progress."""
-    planned = device.allocated | {line.name: line.bytes for line in plan.host.lines}
-    total = sum(planned.get(line, 0) for line in WEIGHT_LINES)
+    """Load a device's layers; log how long that took."""
+    loaded_bytes = 0
 
-    def count(line: str, size_bytes: int) -> None:
-        allocated[line] += size_bytes
-        if line in WEIGHT_LINES:
-            progress(min(sum(allocated[line] for line in WEIGHT_LINES), total), total)
+    def count_weights(line: str, size_bytes: int) -> None:
+        nonlocal loaded_bytes
+        count(line, size_bytes)
+        loaded_bytes += size_bytes if line in WEIGHT_LINES else 0
 
     # Layers allocate on torch's current GPU.
     current = nullcontext() if device.kind == "cpu" else torch.cuda.device(torch_name(device.name))
     with explain_out_of_memory(device, allocated, "loading weights"), current:
-        progress(0, total)
+        count("core_weights", 0)  # shows that the load has begun
         started = time.perf_counter()  # after CUDA has started
         tensors = model.checkpoint.tensors
-        loaded = load_model(model.config, tensors, plan, device, count, placement, tap)
-        times = LoadTimes(
-            weights_bytes=sum(allocated[line] for line in WEIGHT_LINES),
-            weights_s=time.perf_counter() - started,
-        )
-        progress(total, total)
+        loaded = load_model(model.config, tensors, plan, device, count_weights, placement, tap)
+        times = LoadTimes(loaded_bytes, time.perf_counter() - started)
     size, speed = gib(times.weights_bytes), times.bytes_per_s / 1e9
     log.info("load: %s on %s in %.1f s (%.1f GB/s)", size, device.name, times.weights_s, speed)
     return loaded, times
@@ -168,20 +235,23 @@ def explain_out_of_memory(
             raise
         lines = device.allocated
         planned, held = sum(lines.values()), sum(allocated.get(line, 0) for line in lines)
-        others = tuple(who for who in gpu_holders(device.name) if who.pid != os.getpid())
-        memory = replace(gpu_memory(device.name), holders=others)
+        name = physical_name(device.name)
+        others = tuple(who for who in gpu_holders(name) if who.pid != os.getpid())
+        memory = replace(gpu_memory(name), holders=others)
         told = out_of_memory(while_, device.name, planned, held, memory)
         raise DeviceError(told.message, hint=told.hint) from error
 
 
 def _open_gpu_stage(
     device: DevicePlan,
-    settings: PlanSettings,
     config: ModelConfig,
     loaded: Model,
-    allocated: Counter[str],
+    sampler: DeviceSampler | None,  # of the last stage; None: that is a CPU
+    *,
+    ends: bool,  # this is the last stage
 ) -> GpuStage:
     """Return the stage of a GPU, before its steps are captured."""
+    settings = device.settings
     if device.kind == "hip":
         log.warning(
             "kernels: %s runs Triton's kernels and plain ones, which have run on no AMD GPU yet: "
@@ -200,9 +270,12 @@ def _open_gpu_stage(
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window
     }
     rings = frozenset(settings.window_pages(window) // settings.parallel for window in windows)
-    sampler = DeviceSampler.allocate(DECODE_ROWS, config.vocab, device.name)
-    allocated["logits"] += sampler.nbytes
-    return GpuStage(device.name, loaded, settings, rings, sampler)
+    if ends:
+        return GpuStage(device.name, loaded, settings, rings, sampler)
+    drawn = None
+    if sampler is not None and str(sampler.tokens.device) == torch_name(device.name):
+        drawn = sampler.tokens  # on the same GPU, so that they need no copy
+    return GpuStage(device.name, loaded, settings, rings, None, drawn)
 
 
 def _capture(stage: GpuStage, parallel: int, progress: LoadProgress) -> float:

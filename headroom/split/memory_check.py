@@ -67,7 +67,7 @@ def check_memory(
     log.info("memory: planned %s, allocated %s", gib(sum(planned.values())), gib(on_device))
     on_host = {line.name: line.bytes for line in plan.host.lines}
     for line, size in allocated.items():
-        most = planned.get(line, on_host.get(line, 0))
+        most = planned.get(line, 0) + on_host.get(line, 0)
         if size > most:
             log.warning("memory: %s takes %d bytes, planned were %d", line, size, most)
     torch_device = torch_name(device.name)

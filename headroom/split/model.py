@@ -1,6 +1,7 @@
-"""Model: the layers of one stage, with embedding and head."""
+"""Model: the layers of one stage, with the embedding if it is the first, the head if the last."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -8,15 +9,29 @@ from headroom.experts.cold import ColdExperts
 from headroom.experts.decode import DecodeWorker
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
-from headroom.experts.taps import RouterTap
+from headroom.experts.taps import StageTap
 from headroom.kernels.cuda.sizes import is_decode
 from headroom.layers.batch import Batch
 from headroom.layers.block import Block
 from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.modules import Embedding, Head
-from headroom.layers.per_layer_inputs import PerLayerInputs
+from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs
 from headroom.layers.step_timing import begin_step
-from headroom.layers.workspace import Workspace
+from headroom.layers.workspace import Workspace, copy_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandedRows:
+    """The rows of a step as one stage hands them to the next; valid until its next step begins."""
+
+    stream: torch.Tensor  # [rows, hidden]: the residual stream, in the hand-over type
+    # float32 [rows, layers, width]: the per-layer inputs of all later layers; None: there are none
+    inputs: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are handed over."""
+        return self.stream.nbytes + (0 if self.inputs is None else self.inputs.nbytes)
 
 
 class Model:
@@ -25,22 +40,24 @@ class Model:
     def __init__(
         self,
         *,
-        embedding: Embedding,
+        embedding: Embedding | None,  # None: rows come from the stage before
         blocks: Sequence[Block],
-        head: Head,
+        head: Head | None,  # None: rows go to the stage after
         workspace: Workspace,
-        per_layer_inputs: PerLayerInputs | None = None,
+        next_layer: int,  # the number of the first layer of the stage after
+        per_layer_inputs: LayerInputs | None = None,
         routing: RoutingStats | None = None,
-        tap: RouterTap | None = None,
+        tap: StageTap | None = None,
         cold_experts: ColdExperts | None = None,
     ) -> None:
         self._embedding = embedding
         self._blocks = blocks
         self._head = head
         self._workspace = workspace
+        self._next_layer = next_layer
         self._per_layer_inputs = per_layer_inputs
-        self.routing = routing  # how often each expert of all layers was picked; None: no experts
-        self.tap = tap  # records or replaces the picks of all routers; usually None
+        self.routing = routing  # how often each expert was picked; None: no experts in this stage
+        self.tap = tap  # records or replaces the picks of the stage's routers; usually None
         self.cold_experts = cold_experts  # None if no expert is cold
         # Computes cold experts on the CPU for a GPU; None if no layer asks for it.
         worker = None if cold_experts is None else cold_experts.start()
@@ -61,31 +78,64 @@ class Model:
         wanted = self._workspace.outputs[: len(batch.output_rows)]
         return torch.index_select(self.run(batch), 0, batch.output_rows, out=wanted)
 
+    def receive(self, handed: HandedRows) -> None:
+        """Copy the rows of a step from the stage before; `run` reads them."""
+        rows = len(handed.stream)
+        self._workspace.check(rows)
+        there = self._workspace.received
+        there = self._workspace.stream if there is None else there
+        copy_rows(there[:rows], handed.stream)
+        if handed.inputs is not None:
+            assert self._per_layer_inputs is not None
+            self._per_layer_inputs.receive(handed.inputs)
+
     def run(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of all its rows."""
         begin_step()
         self._workspace.check(len(batch.tokens))
         if self.tap is not None:
             self.tap.begin_step(batch)
-        x = self._embedding(batch.tokens, self._workspace.stream[: len(batch.tokens)])
-        if self._per_layer_inputs is not None:
-            # A copy, because the first layer may change the stream in place.
-            embedded = self._workspace.embedded[: len(x)].copy_(x)
-            self._per_layer_inputs.prepare(batch.tokens, embedded)
+        x = self._first_rows(batch)
         with self._workspace.lend():
             for block in self._blocks:
                 x = block(x, batch)
+        if self._workspace.handed is not None:
+            self._workspace.handed[: len(x)].copy_(x)
         if self.cold_experts is not None and is_decode(len(x)):
             self.cold_experts.end_step(len(x))
         return x
+
+    def _first_rows(self, batch: Batch) -> torch.Tensor:
+        """Return the residual stream before the stage's first layer."""
+        stream, received = self._workspace.stream[: len(batch.tokens)], self._workspace.received
+        if self._embedding is None:
+            return stream if received is None else stream.copy_(received[: len(stream)])
+        x = self._embedding(batch.tokens, stream)
+        if isinstance(self._per_layer_inputs, PerLayerInputs):
+            # A copy, because the first layer may change the stream in place.
+            embedded = self._workspace.embedded[: len(x)].copy_(x)
+            self._per_layer_inputs.prepare(batch.tokens, embedded)
+        return x
+
+    def handed(self, x: torch.Tensor, rows: int) -> HandedRows:
+        """Return the first rows of a step for the stage after; `run` returned `x`."""
+        handed = self._workspace.handed
+        return HandedRows(
+            stream=(x if handed is None else handed)[:rows],
+            inputs=None
+            if self._per_layer_inputs is None
+            else self._per_layer_inputs.beginning_with(self._next_layer, rows),
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some rows that `forward` returned.
 
         At most as many rows as sequences run together; they are valid until the next call.
         """
+        assert self._head is not None, "only the last stage has logits"
         return self._head(hidden, self._workspace.logits_for(len(hidden)))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return some rows that `forward` returned after the final norm."""
+        assert self._head is not None, "only the last stage has the final norm"
         return self._head.norm(hidden)

@@ -1,24 +1,24 @@
-"""Pipeline: a loaded model as the engine sees it; today it has one stage."""
+"""Pipeline: a loaded model as the engine sees it: its stages, one after the other."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 
 from headroom.errors import KernelError
 from headroom.experts.exchange import StoreExchanges
-from headroom.experts.policies import PolicyKeeper
-from headroom.experts.shares import ShareKeeper
-from headroom.experts.stats import RoutingStats
-from headroom.experts.store import ExpertStore
+from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join_stores
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
+from headroom.layers.workspace import copy_rows
 from headroom.split.stage import Stage, StepResult
 
-NOT_PLANNED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+NO_MEMORY: "Mapping[str, StageMemory]" = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,33 @@ class LoadTimes:
     weights_s: float = 0.0  # reading, copying and packing weights, and allocating the caches
     capture_s: float = 0.0  # compiling kernels and capturing steps; 0 on a CPU
 
+    def plus(self, other: "LoadTimes") -> "LoadTimes":
+        """Return the times of two loads, one after the other."""
+        return LoadTimes(
+            self.weights_bytes + other.weights_bytes,
+            self.weights_s + other.weights_s,
+            self.capture_s + other.capture_s,
+        )
+
     @property
     def bytes_per_s(self) -> float:
         """Bytes of weights per second."""
         return self.weights_bytes / self.weights_s if self.weights_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The memory of one stage's device: what was planned, and what the engine has allocated."""
+
+    planned: Mapping[str, int]  # bytes by the plan's line
+    allocated: "Counter[str]"
+
+
+class Keeper(Protocol):
+    """Follows what was measured, and changes tables on a device between two steps."""
+
+    def follow(self) -> None:
+        """Take what was measured; waits for nothing."""
 
 
 class Pipeline:
@@ -52,62 +75,77 @@ class Pipeline:
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Sequence[Stage],
         vocab: int,
-        allocated: Mapping[str, int],
-        planned: Mapping[str, Mapping[str, int]] = NOT_PLANNED,
+        memory: Mapping[str, StageMemory] = NO_MEMORY,  # by device; "cpu" also behind GPUs
         experts: StoreExchanges | None = None,
         meter: ColdMeter | None = None,
-        shares: ShareKeeper | None = None,
-        policies: PolicyKeeper | None = None,
+        keepers: Sequence[Keeper] = (),
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
     ) -> None:
-        self._stage = stage
+        self._stages = tuple(stages)
         self.vocab = vocab
-        self.allocated = allocated  # bytes by the plan's line
-        self._planned = planned  # by device: bytes by the plan's line
+        self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
         self.meter = meter  # what cold experts cost; None if no expert is cold
-        self.shares = shares  # lets the CPU's share of cold experts follow its speed; None: fixed
-        self.policies = policies  # chooses how slots change hands; None: that is fixed
+        # Follow what was measured between steps: shares of the CPU, policies of slots.
+        self.keepers = tuple(keepers)
         self.load_times = load_times or LoadTimes()
         self.refuses_trees = refuses_trees  # why steps cannot verify draft trees; "" if they can
 
     @property
-    def device(self) -> str:
-        """The name of the device that runs the layers."""
-        return self._stage.device
+    def devices(self) -> tuple[str, ...]:
+        """The names of the stages' devices, in the order of the stages."""
+        return tuple(stage.device for stage in self._stages)
 
     @property
-    def routing(self) -> RoutingStats | None:
+    def routing(self) -> ModelRouting | None:
         """How often each expert was picked; None for a model without experts."""
-        return self._stage.routing
+        return join_routing([x.routing for x in self._stages if x.routing is not None])
 
     @property
-    def store(self) -> ExpertStore | None:
+    def store(self) -> ModelStore | None:
         """Where each expert is; None if no expert is cold."""
-        return self._stage.store
+        return join_stores([x.store for x in self._stages if x.store is not None])
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all layers run on CPUs, so that a step has ended when its call returns."""
+        return all(device.startswith("cpu") for device in self.devices)
+
+    @property
+    def allocated(self) -> Mapping[str, int]:
+        """The bytes that the engine has allocated on all devices together, by the plan's line."""
+        total: Counter[str] = Counter()
+        for memory in self._memory.values():
+            total.update(memory.allocated)
+        return total
 
     def memory(self) -> list[DeviceMemory]:
         """Return the memory of each device; may be called from any thread."""
+        held = {stage.device: stage.held_bytes for stage in self._stages}
         return [
             DeviceMemory(
                 device=device,
-                planned_bytes=sum(lines.values()),
-                used_bytes=sum(self.allocated.get(line, 0) for line in lines),
-                process_bytes=self._stage.held_bytes() if device == self.device else None,
+                planned_bytes=sum(memory.planned.values()),
+                used_bytes=sum(memory.allocated.get(line, 0) for line in memory.planned),
+                process_bytes=held[device]() if device in held else None,
             )
-            for device, lines in self._planned.items()
+            for device, memory in self._memory.items()
         ]
 
     def lost(self) -> str:
-        """Return why the device can run no more steps; "" while it can."""
-        return self._stage.lost()
+        """Return which device can run no more steps, and why; "" while all can."""
+        for stage in self._stages:
+            if reason := stage.lost():
+                return f"{stage.device} is lost: {reason}"
+        return ""
 
     def close(self) -> None:
-        """End all threads that the stage has started; no step follows."""
-        self._stage.close()
+        """End all threads that the stages have started; no step follows."""
+        for stage in self._stages:
+            stage.close()
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how to draw its token, if at all.
@@ -119,7 +157,18 @@ class Pipeline:
                 f"This model runs no draft trees: {self.refuses_trees}.",
                 hint="Draft a chain for this model, or run it without a draft.",
             )
-        return self._stage.step(batch, draws)
+        first, last = self._stages[0], self._stages[-1]
+        if first.drawn is None and last.drawn is not None:
+            return HostTokens(self._run_stages(batch, draws))
+        if first.drawn is not None and last.drawn is not None and first.drawn is not last.drawn:
+            copy_rows(first.drawn, last.drawn)  # tokens of the step before
+        return self._run_stages(batch, draws)
+
+    def _run_stages(self, batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
+        received = None
+        for stage in self._stages[:-1]:
+            received = stage.run(batch, received)
+        return self._stages[-1].step(batch, draws, received)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
@@ -127,11 +176,30 @@ class Pipeline:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` as float32 in host memory."""
-        return _to_host(self._stage.logits(hidden))
+        return _to_host(self._stages[-1].logits(hidden))
 
     def forget_captures(self) -> None:
         """Drop the captured steps; each is captured again when it is next used."""
-        self._stage.forget_captures()
+        for stage in self._stages:
+            stage.forget_captures()
+
+
+class HostTokens:
+    """The results of a step whose tokens the host must read before the next step.
+
+    The last stage draws them, and the first one, on a CPU, looks them up.
+    """
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+        self.token_rows: Mapping[int, int] = {}  # no later batch may name a token by its row
+        self.draw_limited, self.tokens = result.draw_limited, result.tokens
+        self.logits, self.normed = result.logits, result.normed
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The residual stream of all output rows."""
+        return self._result.hidden
 
 
 @part_of_step("sampling")  # the host draws tokens from these logits

@@ -9,7 +9,7 @@ from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw, TokenMask
-from headroom.split.model import Model
+from headroom.split.model import HandedRows, Model
 
 
 class StepResult(Protocol):
@@ -52,11 +52,22 @@ class StepResult(Protocol):
 
 
 class Stage(Protocol):
-    """The layers of one device with their caches; today all layers, with embedding and head."""
+    """Some consecutive layers of a model with their caches, on one device.
+
+    The first stage looks tokens up. Every stage but the last hands the rows of a step to the stage
+    after it; the last one has the head.
+    """
 
     @property
     def device(self) -> str:
         """The device's name in the plan."""
+
+    @property
+    def drawn(self) -> torch.Tensor | None:
+        """Where the tokens that this stage has drawn lie on its device; None: it draws none.
+
+        For the first stage: where it finds tokens that the last stage has drawn.
+        """
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -66,8 +77,23 @@ class Stage(Protocol):
     def store(self) -> ExpertStore | None:
         """Where each expert of this stage is; None if no expert is cold."""
 
-    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
-        """Run one step; draw the tokens of output rows as `draws` says, where this stage can."""
+    def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
+        """Run one step on the rows of the stage before; return them for the stage after.
+
+        The first stage receives None.
+        """
+
+    def step(
+        self,
+        batch: Batch,
+        draws: Sequence[Draw | None] = (),
+        received: HandedRows | None = None,
+    ) -> StepResult:
+        """Run one step on the last stage, on the rows of the stage before.
+
+        Draw the tokens of output rows as `draws` says, where this stage can. A stage that is the
+        only one receives None.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
@@ -120,6 +146,8 @@ class CpuResult:
 class CpuStage:
     """The layers of a CPU."""
 
+    drawn: torch.Tensor | None = None  # the engine draws all tokens
+
     def __init__(self, device: str, model: Model) -> None:
         self.device = device
         self._model = model
@@ -134,8 +162,24 @@ class CpuStage:
         """Where each expert of this stage is; None if no expert is cold."""
         return self._model.store
 
-    def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> CpuResult:
-        """Run one step; the engine draws its tokens."""
+    def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
+        """Run one step on the rows of the stage before; return them for the stage after."""
+        if received is not None:
+            self._model.receive(received)
+        handed = self._model.handed(self._model.run(batch), len(batch.tokens))
+        if self._model.tap is not None:
+            self._model.tap.end_step(batch)
+        return handed
+
+    def step(
+        self,
+        batch: Batch,
+        draws: Sequence[Draw | None] = (),
+        received: HandedRows | None = None,
+    ) -> CpuResult:
+        """Run one step on the last stage; the engine draws its tokens."""
+        if received is not None:
+            self._model.receive(received)
         hidden = self._model.forward(batch)
         if self._model.tap is not None:
             self._model.tap.end_step(batch)

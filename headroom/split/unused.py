@@ -1,11 +1,11 @@
-"""tell_unused(): logs options that were given but have no effect on the device that runs."""
+"""tell_unused(): logs options that were given but have no effect on the devices that run."""
 
 import logging
 from dataclasses import fields, replace
 from typing import Any
 
 from headroom.options import Options, flag
-from headroom.plan.layout import DevicePlan
+from headroom.plan.plan import Plan
 from headroom.plan.settings import holds_cold
 
 log = logging.getLogger(__name__)
@@ -19,29 +19,37 @@ EXCHANGE_OPTIONS = (
     "swap_false_chance",
     "swap_per_layer",
 )
+SPLIT_OPTIONS = {
+    "split": "the share of layers for each device",
+    "activation_dtype": "the type of rows that one device hands to the next",
+}
 COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", "expert_policy", *EXCHANGE_OPTIONS)
 
 
-def tell_unused(device: DevicePlan, options: Options, where: str = "here") -> None:
-    """Log the options on experts or GPUs that have no effect on this device.
+def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:
+    """Log the options on splits, experts or GPUs that have no effect on the planned devices.
 
-    On a CPU that is a warning, because the user expected a GPU.
+    Without a GPU that is a warning, because the user expected one.
     """
-    if options.activation_dtype is not None:
-        log.warning(
-            "plan: without effect %s: --activation-dtype is the type of rows that one device hands "
-            "to the next, and all layers are on %s",
-            where,
-            device.name,
-        )
+    devices = plan.devices
+    if len(devices) == 1:
+        for name, what in SPLIT_OPTIONS.items():
+            if getattr(options, name) is not None:
+                log.warning(
+                    "plan: without effect %s: --%s is %s, and all layers are on %s",
+                    where,
+                    name.replace("_", "-"),
+                    what,
+                    devices[0].name,
+                )
     names: tuple[str, ...] = COLD_OPTIONS
     level = logging.INFO
-    if device.kind == "cpu":
+    if all(device.kind == "cpu" for device in devices):
         names, level = GPU_OPTIONS + BUDGET_OPTIONS + COLD_OPTIONS, logging.WARNING
         why = "the model runs on the CPU, which has no cold experts"
-    elif not device.total_experts:
+    elif not plan.total_experts:
         names, why = BUDGET_OPTIONS + COLD_OPTIONS, "the model has no routed experts"
-    elif device.hot_experts == device.total_experts:
+    elif plan.hot_experts == plan.total_experts:
         why = "all experts are hot"
     elif not holds_cold(options.cold, options.keep_host_copy):
         names = ("no_pin", "expert_policy", *EXCHANGE_OPTIONS)
@@ -69,13 +77,12 @@ def without_plan_options(options: Options) -> Options:
     """Return the options with the defaults of those that only `headroom plan` obeys.
 
     An engine allocates nothing for them, so that its plan must not count them either. They come
-    from variables or a config file, because no other command has their flags. A run obeys --ram,
-    and `tell_unused` warns of --activation-dtype, whose effect depends on the devices.
+    from variables or a config file, because no other command has their flags. A run obeys --ram.
     """
     names = tuple(
         setting.name
         for setting in fields(options)
-        if setting.metadata["group"] == "plan" and setting.name not in ("ram", "activation_dtype")
+        if setting.metadata["group"] == "plan" and setting.name != "ram"
     )
     if flags := _given(options, names):
         log.warning("plan: only headroom plan obeys %s; a run ignores them", ", ".join(flags))

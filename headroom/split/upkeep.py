@@ -68,15 +68,14 @@ class ExpertUpkeep:
         self._counts = self._viewed = self._routing.counts()  # as they were read last
         self._hits = HitCounter(model.used, self._counts.shape[1])
         self._experts: StoreExchanges | None = pipeline.experts
-        self._store, self._shares = pipeline.store, pipeline.shares
-        self._policies = pipeline.policies
+        self._store, self._keepers = pipeline.store, pipeline.keepers
         self._exchanging = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
         if (placement := self._placement()) is not None:
             self._hits.set_placement(placement)
         self._some_cold = placement is not None
         # With all experts hot on a GPU, reading the counts is not worth waiting for a step.
-        self._watched = self._some_cold or pipeline.device == "cpu"
+        self._watched = self._some_cold or pipeline.on_cpu
         self._exchanged, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
         self._saved_at = time.monotonic()
@@ -103,15 +102,11 @@ class ExpertUpkeep:
     def go_on(self, resting: bool) -> None:
         """Let shares and policies follow what was measured, and continue a round of exchanges.
 
-        Steps may run.
-
-        If an exchange could change an answer, one that has not turned is dropped when a request
-        runs.
+        Steps may run. If an exchange could change an answer, one that has not turned is dropped
+        when a request runs.
         """
-        if self._shares is not None:
-            self._shares.follow()
-        if self._policies is not None:
-            self._policies.follow()
+        for keeper in self._keepers:
+            keeper.follow()
         if self._round is None:
             return
         if not self._may_turn(resting):

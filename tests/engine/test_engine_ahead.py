@@ -59,9 +59,9 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
     order: list[str] = []
     step, tokens = stage.step, GpuResult.tokens
 
-    def launch(batch, draws=()):  # type: ignore[no-untyped-def]
+    def launch(batch, draws, received):  # type: ignore[no-untyped-def]
         order.append("launch")
-        return step(batch, draws)
+        return step(batch, draws, received)
 
     def read(self: GpuResult) -> list[int | None]:
         order.append("read")

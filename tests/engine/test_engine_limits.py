@@ -183,9 +183,9 @@ def test_limited_steps_are_launched_before_the_last_one_is_read(
     order: list[str] = []
     step, tokens, draw = stage.step, GpuResult.tokens, GpuResult.draw_limited
 
-    def launch(batch, draws=()):  # type: ignore[no-untyped-def]
+    def launch(batch, draws, received):  # type: ignore[no-untyped-def]
         order.append("launch")
-        return step(batch, draws)
+        return step(batch, draws, received)
 
     def read(self: GpuResult) -> list[int | None]:
         order.append("read")

@@ -15,6 +15,7 @@ from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.batch import Batch
 from headroom.split.expert_records import read_records
+from headroom.split.model import HandedRows
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import expert_layers
 from headroom.split.stage import CpuResult, CpuStage
@@ -47,7 +48,9 @@ class StandInStage(CpuStage):
         super().__init__("cuda:0", stage.model)
         self._on_gpu = stage
 
-    def step(self, batch: Batch, draws: Sequence[object] = ()) -> CpuResult:
+    def step(
+        self, batch: Batch, draws: Sequence[object] = (), received: HandedRows | None = None
+    ) -> CpuResult:
         model = self._on_gpu.model
         hidden = self._on_gpu.hidden(batch)
         return CpuResult(hidden, lambda rows: model.logits(rows).cpu(), model.normed)
@@ -88,7 +91,7 @@ def opened(checkpoint: Checkpoint, **settings: Any) -> Iterator[tuple[Engine, Wa
         exchanges = Watched(cold_experts.store, layers, same_bits=cold_experts.same_bits)
         exchanges.running, exchanges.steps = [], []
     meter = None if cold_experts is None else cold_experts.meter
-    pipeline = Pipeline(StandInStage(stage), model.config.vocab, {}, {}, exchanges, meter)
+    pipeline = Pipeline([StandInStage(stage)], model.config.vocab, {}, exchanges, meter)
     upkeep = open_upkeep(pipeline, read_records(model.checkpoint, model.shape, stage.options))
     engine = Engine(pipeline, plan.settings, 4, upkeep)
     if exchanges is not None:

@@ -143,10 +143,11 @@ def test_weights_stay_those_of_the_router(laguna: Path) -> None:
     for tap in (plain, ImposedTrace(imposed)):
         llm = open_model(laguna, tap)
         with llm:
-            block = llm.engine._pipeline._stage._model._blocks[1]  # type: ignore[attr-defined]
+            model = llm.engine._pipeline._stages[0]._model  # type: ignore[attr-defined]
+            block = model._blocks[1]
             x = torch.randn(3, llm.hidden_size, generator=torch.Generator().manual_seed(1))
             if isinstance(tap, ImposedTrace):
-                tap.begin_step(rows_of([(0, 3)]))
+                model.tap.begin_step(rows_of([(0, 3)]))
             picks = block._ffn._router(x)
             seen.append(picks.weights)
             if isinstance(tap, ImposedTrace):
@@ -167,8 +168,7 @@ def rows_of(spans: list[tuple[int, int]]) -> Batch:
 def test_each_sequence_begins_at_another_token_of_the_trace() -> None:
     layers = (TracedLayer(0, 8, 2), TracedLayer(1, 9, 3))
     trace, stats = random_trace(layers, 12), RoutingStats(2, 9, "cpu")
-    tap = ImposedTrace(trace)
-    tap.open(TapSite(layers, stats, "cpu", rows=64, sequences=4))
+    tap = ImposedTrace(trace).open(TapSite(layers, stats, "cpu", rows=64, sequences=4))
     tap.begin_step(rows_of([(0, 2), (10, 1), (1, 2)]))
     tokens = [0, 1, (10 + 3) % 12, 1 + 6, 2 + 6]  # 12 tokens and 4 sequences: 3 tokens apart
     for index, layer in enumerate(layers):
@@ -183,10 +183,10 @@ def test_each_sequence_begins_at_another_token_of_the_trace() -> None:
 def test_a_moved_trace_begins_at_a_later_token() -> None:
     layers = (TracedLayer(0, 8, 2),)
     trace = random_trace(layers, 12)
-    tap = ImposedTrace(trace)
-    tap.open(TapSite(layers, RoutingStats(1, 8, "cpu"), "cpu", rows=64, sequences=2))
+    whole = ImposedTrace(trace)
+    tap = whole.open(TapSite(layers, RoutingStats(1, 8, "cpu"), "cpu", rows=64, sequences=2))
     for moved in (5, 5 + 9):
-        tap.move(5 if moved == 5 else 9)
+        whole.move(5 if moved == 5 else 9)
         tap.begin_step(rows_of([(0, 2), (3, 1)]))
         tokens = [(moved + at) % 12 for at in (0, 1, 6 + 3)]
         found = tap.of_layer(0)(torch.zeros(3, 2, dtype=torch.int32))
@@ -231,8 +231,7 @@ class RoutedTable(TableModel):
     def __init__(self, tap: TraceRecorder | ImposedTrace, site: TapSite) -> None:
         super().__init__()
         self.routing = site.routing  # type: ignore[assignment]
-        tap.open(site)
-        self.tap = tap  # type: ignore[assignment]
+        self.tap = tap.open(site)  # type: ignore[assignment]
         self.used = torch.zeros(2, 4096, 2, dtype=torch.int32, device=site.device)
 
     def run(self, batch: Batch) -> torch.Tensor:
@@ -306,3 +305,27 @@ def test_captured_steps_obey_an_imposed_trace(monkeypatch: pytest.MonkeyPatch) -
     rows = [(at + 5) % 16 for at in range(steps)]
     assert np.array_equal(counts, counts_of(trace.ids, site.layers, rows))
     assert last.reshape(-1).tolist() == trace.ids[rows[-1]].tolist()
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_stages_record_and_obey_the_parts_of_one_trace(first: int) -> None:
+    layers = tuple(TracedLayer(number, 8, used) for number, used in ((0, 2), (2, 3), (3, 2)))
+    trace, recorder = random_trace(layers, 12), TraceRecorder()
+    imposed = ImposedTrace(trace)
+    batch = rows_of([(0, 5), (0, 7)])
+    for own in (layers[:first], layers[first:]):  # the stages of a model, in their order
+        stats = RoutingStats(4, 8, "cpu")
+        site = TapSite(own, stats, "cpu", rows=64, sequences=2)
+        obeyed, recorded = imposed.open(site), recorder.open(site)
+        obeyed.begin_step(batch)
+        for layer in own:
+            ids = torch.zeros(12, layer.used, dtype=torch.int32)
+            recorded.of_layer(layer.layer)(obeyed.of_layer(layer.layer)(ids))
+        recorded.end_step(batch)
+        assert stats.counts().sum(1).nonzero().flatten().tolist() == [x.layer for x in own]
+    found = recorder.trace("", "")
+    assert found is not None
+    assert found.layers == layers
+    rows = [*range(5), *((6 + row) % 12 for row in range(7))]  # the sequences begin 6 tokens apart
+    assert np.array_equal(found.ids, trace.ids[rows])
+    assert found.starts == (0, 5)

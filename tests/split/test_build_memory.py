@@ -217,7 +217,7 @@ def test_the_planned_scratch_is_what_the_cpp_module_needs_at_most(
     spans = tuple(Span(row, 1, context - 1, pages) for row in range(parallel))
     step = Step(spans, torch.zeros(parallel, dtype=torch.int64))
     needs = []
-    for block, layer in zip(pipeline._stage._model._blocks, layers, strict=True):  # type: ignore[attr-defined]
+    for block, layer in zip(pipeline._stages[0]._model._blocks, layers, strict=True):  # type: ignore[attr-defined]
         if isinstance(block, NativeBlock):
             needs.append(taken_by(block, rows, step))
             assert needs[-1] == native_layer_scratch(hidden, layer, plan.settings)

@@ -134,12 +134,12 @@ def test_a_gpu_that_only_torch_sees_is_reported_with_what_to_try(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.gpus, machine.silence = [], ("there is no nvidia-smi.", "Install it.")
-    assert choice.choose_device(machine.options()) == "cpu"
+    assert choice.choose_gpus(machine.options()) == []
     told = "device: cpu, although torch sees 2 GPUs: there is no nvidia-smi. Install it."
     assert told in caplog.text
     caplog.clear()
     machine.torch = TorchFacts(version="2.13.0+cpu")
-    assert choice.choose_device(machine.options()) == "cpu"
+    assert choice.choose_gpus(machine.options()) == []
     assert not caplog.text
 
 
@@ -200,8 +200,8 @@ def test_a_part_of_a_card_is_planned_for_where_an_engine_keeps_to_it(
 
 
 def test_products_in_8_bits_stay_on_the_cpu(machine: Machine) -> None:
-    assert choice.choose_device(machine.options()) == "cuda:0"
-    assert choice.choose_device(machine.options(dtype="int8")) == "cpu"
+    assert choice.choose_gpus(machine.options())[0] == "cuda:0"
+    assert choice.choose_gpus(machine.options(dtype="int8")) == []
 
 
 def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(
@@ -217,7 +217,8 @@ def test_a_model_that_does_not_fit_the_found_gpu_runs_on_the_cpu_and_says_so(
     [
         ("rtx3090", OptionError, "--device rtx3090-24gb is a device to plan for, not one"),
         ("24GiB", OptionError, "--device 24.00GiB is a device to plan for, not one of this"),
-        ("cuda:0,cpu", OptionError, "--device names 2 devices, and an engine runs on one."),
+        ("cuda:0,cuda:7", OptionError, "--device cuda:7 is not on this machine. It has cuda:0"),
+        ("cpu,rtx3090", OptionError, "--device rtx3090-24gb is a device to plan for, not one"),
         ("cuda:7", OptionError, "--device cuda:7 is not on this machine. It has cuda:0, hip:0"),
         ("hip:0", DeviceError, r"torch 2.11.0\+cu130 is built for CUDA 13.0, without ROCm."),
     ],

@@ -1,12 +1,13 @@
 """A GPU that is lost ends the engine and its requests, and says so in words."""
 
 import queue
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.split.pipeline import Pipeline
+from headroom.split.pipeline import Pipeline, StageMemory
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.stage import VOCAB, TableModel, device_engine, settings
 
@@ -40,9 +41,11 @@ def test_a_lost_device_ends_the_engine_and_its_requests(gpu: StandInGpu) -> None
 
 def test_memory_of_each_device_is_reported(gpu: StandInGpu) -> None:
     engine, stage = device_engine(TableModel(), settings())
-    planned = {"cuda:0": {"weights": 7, "kv": 5}, "cpu": {"cold_experts": 3}}
-    allocated = {"weights": 6, "cold_experts": 3}
-    on_gpu, on_host = Pipeline(stage, VOCAB, allocated, planned).memory()
+    memory = {
+        "cuda:0": StageMemory({"weights": 7, "kv": 5}, Counter({"weights": 6})),
+        "cpu": StageMemory({"cold_experts": 3}, Counter({"cold_experts": 3})),
+    }
+    on_gpu, on_host = Pipeline([stage], VOCAB, memory).memory()
     assert (on_gpu.device, on_gpu.planned_bytes, on_gpu.used_bytes) == ("cuda:0", 12, 6)
     assert on_gpu.process_bytes == stage.held_bytes()
     assert (on_host.device, on_host.used_bytes, on_host.process_bytes) == ("cpu", 3, None)

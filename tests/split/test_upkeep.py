@@ -64,7 +64,7 @@ class Case:
         # What cold experts have cost since the start; steps that warm up are in.
         self.costs = DecodeCounts(cpu_bytes=0, gpu_bytes=1000, hot_s=0.5, cold_s=0.25, wait_s=0.0)
         meter = None if experts is None else ColdMeter(lambda: self.costs)
-        self.pipeline = Pipeline(stage, 10, {}, experts=experts, meter=meter)
+        self.pipeline = Pipeline([stage], 10, experts=experts, meter=meter)
         # Whether all copies run between two steps; if not, a part of one does.
         self._copies_run = copies_run
         file = StatsFile(path, RoutingHistory.empty(LAYERS, 0.0))
@@ -120,7 +120,7 @@ def cold_half(gpu: StandInGpu, *, same_bits: bool = False) -> NotedExchanges:
 def test_a_model_without_experts_needs_no_upkeep() -> None:
     case = Case(None, None, UpkeepRules())
     assert open_upkeep(case.pipeline, case.records) is not None
-    dense = Pipeline(StatisticsStage(None), 10, {})
+    dense = Pipeline([StatisticsStage(None)], 10)
     assert open_upkeep(dense, case.records) is None
 
 
@@ -262,7 +262,7 @@ def test_the_share_of_the_cpu_is_kept_between_all_steps_and_stops_none(gpu: Stan
     followed: list[int] = []
     case = Case(None, cold_half(gpu), UpkeepRules(swap_every=None))
     keeper = SimpleNamespace(follow=lambda: followed.append(1))
-    case.pipeline.shares = keeper  # type: ignore[assignment]
+    case.pipeline.keepers = (keeper,)
     case.upkeep = ExpertUpkeep(case.pipeline, case.records)
     for tokens, resting in ((1, False), (2, False), (3, True)):
         assert not case.look_after(tokens, resting=resting)

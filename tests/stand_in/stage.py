@@ -83,9 +83,9 @@ def device_engine(model: TableModel, plan: PlanSettings) -> tuple[Engine, NotedS
     """Return an engine whose stage, on the stand-in GPU, draws the tokens."""
     stage = NotedStage(model, plan)
     stage.capture()
-    return Engine(Pipeline(stage, VOCAB, {}), plan, queue=64), stage
+    return Engine(Pipeline([stage], VOCAB), plan, queue=64), stage
 
 
 def host_engine(model: TableModel, plan: PlanSettings) -> Engine:
     """Return an engine that computes on the CPU and draws the tokens itself."""
-    return Engine(Pipeline(CpuStage("cpu", model), VOCAB, {}), plan, queue=64)  # type: ignore[arg-type]
+    return Engine(Pipeline([CpuStage("cpu", model)], VOCAB), plan, queue=64)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from headroom.plan.layout import Pinning
 from headroom.plan.lines import (
     TREE_NODES,
     Line,
+    StageBuffers,
     checked_row_bytes,
     core_bytes,
     embed_bytes,
@@ -32,7 +33,7 @@ from headroom.plan.lines import (
 )
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
-from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
+from headroom.plan.shape import F32_BYTES, LayerRange, LayerShape, ModelShape
 from headroom.plan.workspace import workspace_phases
 from headroom.units import gib
 
@@ -85,8 +86,13 @@ class Place:
     model: ModelShape  # with the bytes of its weights as the device's kernels hold them
     layers: tuple[LayerShape, ...]  # that run here; none of host memory
     hot_by_layer: tuple[int, ...]
-    ends: bool  # whether the last layer runs here
-    neighbours: int  # devices that it takes rows from or hands rows to
+    layer_range: LayerRange | None  # None: host memory
+
+    @property
+    def ends(self) -> bool:
+        """Whether the last layer runs here."""
+        last = len(self.model.layers) - 1
+        return self.layer_range is not None and self.layer_range.last == last
 
 
 def explain_line(plan: Plan, name: str) -> str:
@@ -108,8 +114,7 @@ def explain_line(plan: Plan, name: str) -> str:
 def places(plan: Plan) -> Iterator[Place]:
     """Yield every place of a plan that has lines."""
     stages = plan.stages()
-    count = len(stages)
-    for index, (stage, device) in enumerate(zip(stages, plan.devices, strict=True)):
+    for stage, device in zip(stages, plan.devices, strict=True):
         first, last = device.layers
         yield Place(
             name=device.name,
@@ -119,8 +124,7 @@ def places(plan: Plan) -> Iterator[Place]:
             model=stage.model,
             layers=stage.model.layers[first : last + 1],
             hot_by_layer=device.hot_by_layer,
-            ends=index == count - 1,
-            neighbours=(index > 0) + (index < count - 1),
+            layer_range=device.layers,
         )
     if plan.host.lines:
         host = next(device for device in plan.problem.devices if device.kind == "cpu")
@@ -132,8 +136,7 @@ def places(plan: Plan) -> Iterator[Place]:
             model=plan.problem.model,
             layers=(),
             hot_by_layer=(),
-            ends=False,
-            neighbours=0,
+            layer_range=None,
         )
 
 
@@ -297,16 +300,15 @@ def _state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 def _staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     settings, model = place.settings, place.model
+    assert place.layer_range is not None
+    buffers = StageBuffers.of(model, place.layer_range, settings)
     rows, values = Factor(settings.stream_rows, "row"), Factor(model.hidden, "value")
     wide = Factor(F32_BYTES, "byte")
-    yield Term((Factor(model.staging_buffers, "buffer"), rows, values, wide))
-    yield Term((rows, Factor(model.side_values, "value"), wide), "of per-layer inputs")
-    if place.neighbours and settings.handover_type != "f32":
-        size = BY_NAME[settings.handover_type].bytes_for(model.hidden)
-        buffers = Factor(place.neighbours, "buffer")
-        yield Term(
-            (buffers, rows, Factor(size, "byte")), f"handed over in {settings.handover_type}"
-        )
+    yield Term((Factor(buffers.stream, "buffer"), rows, values, wide))
+    yield Term((rows, Factor(buffers.side_values, "value"), wide), "of per-layer inputs")
+    size = BY_NAME[settings.handover_type].bytes_for(model.hidden)
+    handed = (Factor(buffers.handover, "buffer"), rows, Factor(size, "byte"))
+    yield Term(handed, f"handed over in {settings.handover_type}")
 
 
 def _workspace(plan: Plan, place: Place, line: Line) -> Iterator[Term]:

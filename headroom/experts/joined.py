@@ -1,0 +1,161 @@
+"""The experts of several stages as those of one model.
+
+Each stage counts, stores and measures the experts of its own layers. The classes of this module
+present the experts of all stages together, so that upkeep and reports do not depend on how a model
+is split.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.stats import RoutingStats
+from headroom.experts.store import ExpertStore, LayerStore
+from headroom.experts.telemetry import CacheTotals, ColdMeter, ColdPaces, DecodeCounts
+
+
+class JoinedRouting:
+    """The counts of several stages; a layer has counts in one of them, and zeros in the others."""
+
+    def __init__(self, parts: Sequence[RoutingStats]) -> None:
+        self._parts = tuple(parts)
+
+    def counts(self) -> torch.Tensor:
+        """Return all choices so far, `[layers, experts]`, copied to host memory."""
+        return self.counts_with_decode()[0]
+
+    def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all choices so far, and those of decode steps alone."""
+        every, decode = zip(*(part.counts_with_decode() for part in self._parts), strict=True)
+        return torch.stack(every).sum(0), torch.stack(decode).sum(0)
+
+
+class JoinedStore:
+    """The stores of several stages; a layer is in one of them at most."""
+
+    def __init__(self, parts: Sequence[ExpertStore]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def layers(self) -> tuple[LayerStore | None, ...]:
+        """All layers of the model; None: dense, or all hot."""
+        return tuple(
+            next((layer for layer in found if layer is not None), None)
+            for found in zip(*(part.layers for part in self._parts), strict=True)
+        )
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether steps of some layers change which experts are in slots."""
+        return any(part.is_cached for part in self._parts)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether GPUs can read all cold experts in place."""
+        return all(part.pinned for part in self._parts)
+
+    @property
+    def source(self) -> str:
+        """Where the placement came from."""
+        return self._parts[0].source
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of all experts in host memory."""
+        return sum(part.cold_bytes for part in self._parts)
+
+    def current_placement(self) -> ExpertPlacement:
+        """Return which experts are hot now; may wait for GPUs."""
+        placements = [part.current_placement() for part in self._parts]
+        hot = list(placements[0].hot)
+        for part, placement in zip(self._parts, placements, strict=True):
+            for index, layer in enumerate(part.layers):
+                if layer is not None:
+                    hot[index] = placement.hot[index]
+        return replace(placements[0], hot=tuple(hot))
+
+
+ModelRouting = RoutingStats | JoinedRouting
+ModelStore = ExpertStore | JoinedStore
+
+
+def join_routing(parts: Sequence[RoutingStats]) -> ModelRouting | None:
+    """Return the counts of all stages that have experts; None if no stage has any."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return JoinedRouting(parts)
+
+
+def join_stores(parts: Sequence[ExpertStore]) -> ModelStore | None:
+    """Return the stores of all stages with cold experts; None if no stage has any."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return JoinedStore(parts)
+
+
+def join_meters(parts: Sequence[ColdMeter]) -> ColdMeter | None:
+    """Return a meter of all stages with cold experts; None if no stage has any."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    workers = [part.worker for part in parts if part.worker is not None]
+    copies = [part.copies_s for part in parts if part.copies_s is not None]
+    caches = [part.cache for part in parts if part.cache is not None]
+    paces = [part.paces for part in parts if part.paces is not None]
+    policies = [part.policy for part in parts if part.policy is not None]
+    costs = [part.costs for part in parts if part.costs is not None]
+    return ColdMeter(
+        worker=(lambda: _sum_counts([read() for read in workers])) if workers else None,
+        costs=tuple(cost for own in costs for cost in own) if costs else None,
+        cpu_costs=any(part.cpu_costs for part in parts),
+        pick_bytes=_by_layer([part.pick_bytes for part in parts]),
+        copies_s=(lambda: sum(read() for read in copies)) if copies else None,
+        cache=(lambda: _sum_caches([read() for read in caches])) if caches else None,
+        cache_bytes=_by_layer([part.cache_bytes for part in parts]),
+        paces=(lambda: _mean_paces([read() for read in paces])) if paces else None,
+        policy=policies[0] if policies else None,
+    )
+
+
+def _by_layer(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the sum of numbers by layer, which are zero for the layers of other stages."""
+    return tuple(map(sum, zip(*(row for row in rows if row), strict=True)))
+
+
+def _sum_counts(counts: Sequence[DecodeCounts]) -> DecodeCounts:
+    return DecodeCounts(
+        cpu_bytes=sum(x.cpu_bytes for x in counts),
+        gpu_bytes=sum(x.gpu_bytes for x in counts),
+        hot_s=sum(x.hot_s for x in counts),
+        wait_s=sum(x.wait_s for x in counts),
+        cold_s=sum(x.cold_s for x in counts),
+        linked=sum(x.linked for x in counts),
+        by_cpu=sum(x.by_cpu for x in counts),
+    )
+
+
+def _sum_caches(caches: Sequence[CacheTotals]) -> CacheTotals:
+    def sums(of: Callable[[CacheTotals], tuple[int, ...]]) -> tuple[int, ...]:
+        return _by_layer([of(cache) for cache in caches])
+
+    def together(causes: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+        return {name: sum(one[name] for one in causes) for name in causes[0]}
+
+    return CacheTotals(
+        used=tuple(map(any, zip(*(cache.used for cache in caches), strict=True))),
+        hits=sums(lambda cache: cache.hits),
+        causes=tuple(map(together, zip(*(cache.causes for cache in caches), strict=True))),
+        linked=sums(lambda cache: cache.linked),
+        filled=sums(lambda cache: cache.filled),
+    )
+
+
+def _mean_paces(paces: Sequence[ColdPaces]) -> ColdPaces:
+    count = len(paces)
+    return ColdPaces(
+        cpu_share=sum(x.cpu_share for x in paces) / count,
+        cpu=sum(x.cpu for x in paces) / count,
+        cpu_prompts=sum(x.cpu_prompts for x in paces) / count,
+        link=sum(x.link for x in paces) / count,
+    )
