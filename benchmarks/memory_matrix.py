@@ -164,7 +164,7 @@ def measure(case: Case, path: Path) -> Result:
     device = plan.devices[0]
     lines = {line.name: line.bytes for line in device.lines if line.name != "reserve"}
     predicted = sum(lines.values())
-    store = pipeline._stage.store
+    store = pipeline._stages[0].store
     found = Result(
         case=case,
         predicted=predicted,

@@ -200,8 +200,7 @@ def with_expert_files(made: Plan, source: PlanSource, options: Options) -> Plan:
     Files of another model are refused, as by a run.
     """
     if not (names := named_files(options)):
-        if len(made.devices) == 1:
-            tell_unused(made, options)
+        tell_unused(made, options)
         return made
     if (checkpoint := source.checkpoint) is None:
         log.warning("plan: not read, since there are no weights to compare with: %s", names)
@@ -216,12 +215,11 @@ def with_expert_files(made: Plan, source: PlanSource, options: Options) -> Plan:
     )
 
     counts = read_records(checkpoint, source.shape, options, measuring=True).file.counts
-    if made.fits and len(made.devices) == 1:
-        placement = find_placement(source.shape, made, options, checkpoint.identity, counts)
-        return placed_plan(made, placement)
-    # No engine runs on several devices yet, but a file of another model is refused there, too.
-    named_placement(options.placement, checkpoint.identity, expert_layers(source.shape, made))
-    return made
+    if not made.fits:  # a file of another model is refused there, too
+        named_placement(options.placement, checkpoint.identity, expert_layers(source.shape, made))
+        return made
+    placement = find_placement(source.shape, made, options, checkpoint.identity, counts)
+    return placed_plan(made, placement)
 
 
 def named_files(options: Options) -> str:

@@ -33,6 +33,14 @@ class Padding:
     values: int = 0
     float_values: int = 0  # of `values`, those always kept in f32
 
+    def plus(self, other: "Padding") -> "Padding":
+        """Return what both add together."""
+        return Padding(
+            self.bytes + other.bytes,
+            self.values + other.values,
+            self.float_values + other.float_values,
+        )
+
 
 NO_PADDING = Padding()
 
@@ -178,7 +186,7 @@ class ModelShape:
             layers=layers,
             embed_bytes=self.embed_bytes + embed.bytes,
             embed_values=self.embed_values + embed.values,
-            embed_added=embed,
+            embed_added=self.embed_added.plus(embed),
             head_bytes=self.head_bytes + head.bytes,
             head_values=self.head_values + head.values,
             norm_bytes=self.norm_bytes + norm.bytes,

@@ -32,7 +32,7 @@ with LLM(path, **settings) as llm:
     ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
     done = llm.generate([ids], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))[0]
     assert done.prompt_tokens == tokens and len(done.token_ids) == 4
-    blocks = llm.engine._pipeline._stage._model._blocks
+    blocks = llm.engine._pipeline._stages[0]._model._blocks
     kv = sum(block._mixer._pages.nbytes for block in blocks if hasattr(block._mixer, "_pages"))
 # Not getrusage, whose peak is also that of the parent before this program began.
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024, kv)

@@ -199,7 +199,7 @@ def batch_equals_alone(llm: LLM) -> str:
 
 def device_equals_host(llm: LLM, formats: Sequence[OutputFormat | None] = (None,)) -> str:
     """The host draws the same tokens from the same logits, one answer at a time."""
-    stage, tokens = llm.engine._pipeline._stage, prompt(20, llm.vocab_size)
+    stage, tokens = llm.engine._pipeline._stages[0], prompt(20, llm.vocab_size)
     step = stage.step
 
     def all_answers() -> dict[str, Answer]:

@@ -78,7 +78,7 @@ def measure(name: str, path: Path, load: Load) -> bool:
     print(f"  peak allocated {mib(peak)}, reserved {mib(reserved)}")
     print(f"  taken {mib(taken)}, {mib(taken - reserved)} beside torch, "
           f"runtime {mib(lines['runtime'])}")  # fmt: skip
-    arena, scratch = pipeline._stage._model._workspace.arena, device.allocated["workspace"]
+    arena, scratch = pipeline._stages[0]._model._workspace.arena, device.allocated["workspace"]
     print(f"  scratch {mib(scratch)}, most used {mib(arena.peak_bytes)}")
     everything, what = most + lines["runtime"], " ".join(filter(None, (name, load.card)))
     found = [

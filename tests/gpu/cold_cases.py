@@ -319,7 +319,7 @@ def closes(path: Path, *, busy: bool) -> str:
     started = time.perf_counter()
     llm.close()
     seconds = time.perf_counter() - started
-    cold = llm.engine._pipeline._stage._model.decode_worker
+    cold = llm.engine._pipeline._stages[0]._model.decode_worker
     assert cold is not None
     assert cold._worker is not None
     ended = cold._worker._worker is None

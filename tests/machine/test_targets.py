@@ -38,7 +38,16 @@ def test_without_a_device_the_plan_is_for_this_cpu() -> None:
     assert (device.name, device.available_bytes, device.runs_layers) == ("cpu", 8 * GIB, True)
 
 
-@pytest.mark.parametrize("options", [{"device": "cpu,cpu"}, {"ram": "0GiB"}, {"ram": "much"}])
+@pytest.mark.parametrize("options", [{"ram": "0GiB"}, {"ram": "much"}])
 def test_contradictory_devices_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(OptionError):
         plan_devices(Options(**options))  # type: ignore[arg-type]
+
+
+def test_a_device_of_this_machine_that_is_named_twice_is_two_stages_with_half_its_memory() -> None:
+    whole = plan_devices(Options(ram="8GiB"))[0]
+    halves = plan_devices(Options(device="cpu,cpu", ram="8GiB"))
+    assert [device.name for device in halves] == ["cpu", "cpu#2"]
+    assert {device.total_bytes for device in halves} == {whole.total_bytes // 2}
+    cards = plan_devices(Options(device="rtx3060-12gb,rtx3060-12gb", ram="8GiB"))
+    assert [card.total_bytes for card in cards[:2]] == 2 * [12 * GIB]  # two cards of a catalogue

@@ -23,7 +23,7 @@ from headroom.plan.lines import (
     staging_line,
 )
 from headroom.plan.settings import PlanRequest
-from headroom.plan.shape import LayerShape
+from headroom.plan.shape import LayerRange, LayerShape
 from headroom.units import GIB, MIB, parse_size
 from tests.plan.shapes import gpu, laguna, qwen35_27b, settings, smollm2
 
@@ -54,7 +54,7 @@ def test_the_line_of_graphs_shows_every_part_that_it_counts(
 ) -> None:
     device = replace(gpu(24), kind=kind)
     made = settings(kernels=kernels, compute_type="bf16")
-    lines = stage_lines(smollm2(), (0, 29), device, made, PlanRequest())
+    lines = stage_lines(smollm2(), LayerRange(0, 29), device, made, PlanRequest())
     (line,) = [line for line in lines if line.name == "graphs"]
     assert line.why.startswith(pools)
     shown = [parse_size(size) for size in re.findall(r"([\d.]+ (?:B|KiB|MiB)) for ", line.why)]
@@ -64,7 +64,11 @@ def test_the_line_of_graphs_shows_every_part_that_it_counts(
 
 def test_a_line_of_one_sequence_says_so_in_the_singular() -> None:
     lines = stage_lines(
-        qwen35_27b(), (0, 0), gpu(24), settings(parallel=1, kernels="cuda"), PlanRequest()
+        qwen35_27b(),
+        LayerRange(0, 0),
+        gpu(24),
+        settings(parallel=1, kernels="cuda"),
+        PlanRequest(),
     )
     (line,) = [line for line in lines if line.name == "recurrent_state"]
     assert line.why == "1 sequence x 1 layer, f32"
@@ -229,13 +233,17 @@ def test_the_published_reserve_says_its_terms_and_that_nobody_calibrated_it() ->
 
 
 @pytest.mark.parametrize(("handover_type", "width"), [("f32", 0), ("bf16", 2), ("f16", 2)])
-@pytest.mark.parametrize("neighbours", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("layers", "streams", "neighbours"),
+    [((0, 29), 2, 0), ((0, 9), 1, 1), ((10, 19), 1, 2), ((20, 29), 2, 1)],
+)
 def test_a_device_has_one_buffer_for_each_neighbour_that_rows_are_narrowed_for(
-    neighbours: int, handover_type: str, width: int
+    layers: tuple[int, int], streams: int, neighbours: int, handover_type: str, width: int
 ) -> None:
     made = settings(handover_type=handover_type, compute_type="bf16")
-    line = staging_line(smollm2(), made, neighbours)
-    assert line.bytes == 2 * 513 * 576 * 4 + neighbours * 513 * 576 * width
+    line = staging_line(smollm2(), LayerRange(*layers), made)
+    # The last device has one more f32 buffer than the others: of the rows that get logits.
+    assert line.bytes == (4 * streams + width * neighbours) * 513 * 576
     assert ("hand rows over" in line.why) == bool(neighbours and width)
 
 

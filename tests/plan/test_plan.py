@@ -223,9 +223,10 @@ def test_rows_handed_over_in_16_bits_have_a_buffer_on_both_devices() -> None:
         plan = make_plan([qwen35_27b()], [*devices, host(64)], replace(options, **given))  # type: ignore[arg-type]
         return [device.allocated["staging"] for device in plan.devices]
 
-    stream, narrow = 2 * 512 * 5120 * 4, 512 * 5120 * 2
-    assert staging() == [stream + narrow, stream + 2 * narrow, stream + narrow]
-    assert staging(activation_dtype="f32") == 3 * [stream]
+    # The last device has a second f32 buffer: of the rows that get logits.
+    stream, narrow = 512 * 5120 * 4, 512 * 5120 * 2
+    assert staging() == [stream + narrow, stream + 2 * narrow, 2 * stream + narrow]
+    assert staging(activation_dtype="f32") == [stream, stream, 2 * stream]
     alone = make_plan([smollm2()], [gpu(8), host(8)], Options(activation_dtype="f16", chunk=512))
     assert lines(alone)["staging"] == 2 * 516 * 576 * 4
 

@@ -78,7 +78,7 @@ class Loads:
         if name == self.fails:
             raise FormatError("The disk has a bad sector.")
         llm = LLM(**arguments)
-        parts = (llm, llm.engine, llm.engine._pipeline, llm.engine._pipeline._stage)
+        parts = (llm, llm.engine, llm.engine._pipeline, llm.engine._pipeline._stages[0])
         self.opened.append((name, [weakref.ref(part) for part in parts]))
         return llm
 

@@ -175,9 +175,12 @@ def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     """
     reader = plan.stages()[0] if line.name == "embeddings" else place
     settings, model = reader.settings, reader.model
+    multiplied = line.name == "head" or (model.tied and len(plan.devices) == 1)
+    values = model.embed_values - (0 if multiplied else model.embed_added.values)
+    token_bytes = embed_bytes(model, settings, looked_up=not multiplied)
     tables = {
         "head": _table(model, head_bytes(model, settings), model.head_values),
-        "token table": _table(model, embed_bytes(model, settings), model.embed_values),
+        "token table": _table(model, token_bytes, values),
     }
     per_layer = lookup_bytes(model, settings)
     lookup = _plain(per_layer, "of per-layer tables", _bits(per_layer, model.lookup_values))
