@@ -64,6 +64,7 @@ class Engine:
         self._scheduler = Scheduler(limits, self._pool)
         self._counters = Counters()
         self._masks = MaskPool()
+        self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
         # The lock guards the five fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
@@ -164,13 +165,12 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            unread: LaunchedStep | None = None
             while self._take_requests():
                 started = time.perf_counter()
                 with torch.inference_mode():
-                    unread = self._step(self._scheduler.next_turns(), unread)
+                    self._step()
                 self._counters.step_s += time.perf_counter() - started
-                unread = self._keep_experts(unread)
+                self._keep_experts()
             for sequence in list(self._live.values()):
                 self._finish(sequence, "cancelled")
             if self.upkeep is not None:
@@ -215,13 +215,10 @@ class Engine:
         """Return how many seconds to wait for requests before the upkeep is due; None: forever."""
         return None if self.upkeep is None else self.upkeep.idle_s(self._counters.tokens)
 
-    def _keep_experts(self, unread: LaunchedStep | None) -> LaunchedStep | None:
-        """Do the upkeep of experts that is due; return the step that is still to be read.
-
-        Some upkeep must not run during a step: then the step is read first, and None is returned.
-        """
+    def _keep_experts(self) -> None:
+        """Do the upkeep of experts that is due; some of it must not run during a step."""
         if self.upkeep is None:
-            return unread
+            return
         # A preempted request waits in the middle of its answer, so the engine does not rest.
         resting = not self._scheduler.running and not any(
             sequence.started_at for sequence in self._scheduler.waiting
@@ -229,26 +226,43 @@ class Engine:
         tokens = self._counters.tokens
         with torch.inference_mode():
             self.upkeep.go_on(resting)
-            if not self.upkeep.due(tokens, resting):
-                return unread
-            self._step([], unread)
-            self.upkeep.run(tokens, resting)
-        return None
+            if self.upkeep.due(tokens, resting):
+                self._read_all()
+                self.upkeep.run(tokens, resting)
 
-    def _step(self, turns: list[Turn], unread: LaunchedStep | None) -> LaunchedStep | None:
-        """Launch a step, then read the one before it; return the step that is still to be read."""
-        launched = self._launch(turns) if turns else None
-        if unread is not None:
-            self._read_step(unread)
-        if launched is not None and not self._draw_limited(launched):
-            return None
-        if launched is None or launched.may_stay_unread:
-            return launched
-        self._read_step(launched)
-        return None
+    def _step(self) -> None:
+        """Launch a step, then read earlier ones until few enough are under way.
 
-    def _launch(self, turns: list[Turn]) -> LaunchedStep | None:
-        """Start a step and count its rows as cached; return None if the step failed."""
+        Where several stages can work at once, the sequences that decode are shared among as many
+        steps; otherwise one step is launched before the last one is read.
+        """
+        depth = self._pipeline.depth
+        parts = self._scheduler.micro_batches(depth)
+        turns = self._scheduler.next_turns(parts)
+        launched = self._launch(turns, ahead=parts == 1) if turns else None
+        if launched is None:
+            if self._unread:
+                self._read_step(self._unread.popleft())
+            return
+        under_way = max(1, depth - 1)  # besides the step that was just launched
+        while self._unread and (len(self._unread) >= under_way or self._unread[0].keeps_tokens):
+            self._read_step(self._unread.popleft())
+        if not self._draw_limited(launched):
+            return
+        self._unread.append(launched)
+        if not launched.may_stay_unread:
+            self._read_all()
+
+    def _read_all(self) -> None:
+        """Read all steps that are under way."""
+        while self._unread:
+            self._read_step(self._unread.popleft())
+
+    def _launch(self, turns: list[Turn], *, ahead: bool) -> LaunchedStep | None:
+        """Start a step and count its rows as cached; return None if the step failed.
+
+        `ahead`: the next step may name tokens of this one that are not read yet.
+        """
         now = time.perf_counter()
         self._counters.steps += 1
         for turn in turns:
@@ -257,7 +271,8 @@ class Engine:
             self._read_experts_before(turns)
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
-            step = LaunchedStep(turns, outputs, self._pipeline.step(batch, list_draws(outputs)))
+            result = self._pipeline.step(batch, list_draws(outputs))
+            step = LaunchedStep(turns, outputs, result, ahead=ahead)
         except Exception as error:
             self._fail(turns, error)
             return None
@@ -265,7 +280,9 @@ class Engine:
             if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
             turn.sequence.cached += turn.rows
-        if step.may_stay_unread:
+        if not ahead:
+            step.await_outputs()
+        elif step.may_stay_unread:
             step.add_placeholders()
         return step
 
@@ -301,6 +318,7 @@ class Engine:
 
     def _read_step(self, step: LaunchedStep) -> None:
         """Read the output rows of a step: record prompt logprobs, take and emit drawn tokens."""
+        step.end_await()
         try:
             self._pool_rows(step)
             for read in read_outputs(step, self._settings.parallel):

@@ -85,21 +85,49 @@ class LaunchedStep:
     result: StepResult
     # By output row, filled in after the launch: the tokens that may be drawn; None: any.
     masks: dict[int, TokenMask | None] = field(default_factory=dict)
+    # The next step may name tokens of this one that are not read yet. False: sequences with output
+    # rows wait until this step is read, and steps of other sequences are launched meanwhile.
+    ahead: bool = True
 
     @property
     def may_stay_unread(self) -> bool:
         """Whether the next step can be launched before this one is read.
 
-        It can if the device draws all tokens of this step and keeps them for the next one, and if
-        no penalty of the next step needs these tokens on the host.
+        The device must draw all its tokens, unless results outlive the next step. If the next step
+        computes rows of the same sequences, the device must keep the tokens for it, and no penalty
+        of the next step may need them on the host.
         """
+        if not self.ahead:
+            return self.result.lasts or not self._needs_results
+        return (
+            len(self.result.token_rows) <= DECODE_ROWS
+            and not self._needs_results
+            and not any(output.sequence.request.params.penalises for output in self.outputs)
+        )
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether a device keeps tokens of this step for the next one; it keeps no older ones."""
+        return self.ahead and bool(self.result.token_rows)
+
+    @property
+    def _needs_results(self) -> bool:
+        """Whether more is needed of any output row than a token that the device has drawn."""
         token_rows = self.result.token_rows
-        return len(token_rows) <= DECODE_ROWS and not any(
-            output.pools
-            or output.needs_logits(token_rows.get(at))
-            or output.sequence.request.params.penalises
+        return any(
+            output.pools or output.needs_logits(token_rows.get(at))
             for at, output in enumerate(self.outputs)
         )
+
+    def await_outputs(self) -> None:
+        """Let the sequences with output rows wait until this step is read."""
+        for output in self.outputs:
+            output.sequence.awaited = True
+
+    def end_await(self) -> None:
+        """Let the sequences go on; their results are read now."""
+        for output in self.outputs:
+            output.sequence.awaited = False
 
     def add_placeholders(self) -> None:
         """Append placeholders for the tokens that are still on the device to their sequences."""

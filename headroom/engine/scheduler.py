@@ -48,14 +48,26 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def next_turns(self) -> list[Turn]:
-        """Choose the rows of the next step and give their sequences the pages that they need."""
+    def micro_batches(self, most: int) -> int:
+        """Return into how many steps, at most `most`, the sequences that decode can be shared."""
+        return max(1, min(most, sum(sequence.decodes for sequence in self.running)))
+
+    def next_turns(self, parts: int = 1) -> list[Turn]:
+        """Choose the rows of the next step and give their sequences the pages that they need.
+
+        A sequence that waits for results is left out. A step has at most one of `parts` equal parts
+        of the sequences that decode, so that several steps can be under way.
+        """
         turns = []
         prompt_rows = self._limits.chunk
+        decode_rows = -(-sum(sequence.decodes for sequence in self.running) // parts)
         for sequence in list(self.running):
-            if sequence.ending or sequence not in self.running:
-                continue  # nothing is left to compute, or an older sequence has preempted it
+            if sequence.ending or sequence.awaited or sequence not in self.running:
+                continue  # nothing to compute yet, or any more; or an older one has preempted it
             decodes = sequence.pending == 1
+            if decodes and not decode_rows:
+                continue
+            decode_rows -= decodes
             rows = 1 if decodes else min(sequence.pending, prompt_rows)
             if rows and self._give_pages(sequence, rows):
                 turns.append(Turn(sequence, rows))
@@ -70,6 +82,8 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._limits.parallel:
             return None
         sequence = self.waiting[0]
+        if sequence.awaited:  # it was preempted while its next token was being computed
+            return None
         # Room for one token more than it has, so that its first decode step needs no new page.
         if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
             return None

@@ -28,6 +28,8 @@ class Sequence:
     # a device has drawn and the host has not read yet.
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
+    # An output row of it is computed whose token has no placeholder: its next step has to wait.
+    awaited: bool = False
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)
     _table: "_PageTable | None" = None  # of `pages`; None: not made yet
@@ -52,6 +54,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens that are not in the cache yet: 1 in decode, more in prefill."""
         return len(self.tokens) - self.cached
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its whole prompt is in the cache, or will be after the steps under way."""
+        return self.pending <= 1
 
     @property
     def generated(self) -> int:

@@ -104,6 +104,8 @@ class _LateDraws:
 class GpuResult:
     """The results of a step on a GPU; each is copied to the host when it is asked for."""
 
+    lasts = False
+
     def __init__(
         self,
         hidden: Callable[[], torch.Tensor],

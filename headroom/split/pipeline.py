@@ -83,8 +83,10 @@ class Pipeline:
         keepers: Sequence[Keeper] = (),
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
+        depth: int = 1,
     ) -> None:
         self._stages = tuple(stages)
+        self.depth = depth  # stages that can work at once, each on a step of its own
         self.vocab = vocab
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
@@ -193,6 +195,7 @@ class HostTokens:
     def __init__(self, result: StepResult) -> None:
         self._result = result
         self.token_rows: Mapping[int, int] = {}  # no later batch may name a token by its row
+        self.lasts = result.lasts
         self.draw_limited, self.tokens = result.draw_limited, result.tokens
         self.logits, self.normed = result.logits, result.normed
 

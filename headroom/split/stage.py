@@ -15,8 +15,13 @@ from headroom.split.model import HandedRows, Model
 class StepResult(Protocol):
     """The results of one step by output row, numbered as in the batch's `output_rows`.
 
-    They are valid until the next step begins.
+    They are valid until the next step begins, unless they last. Tokens that a device has drawn are
+    valid while no more steps are under way than the pipeline allows.
     """
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the results stay valid when later steps begin."""
 
     @property
     def token_rows(self) -> Mapping[int, int]:
@@ -116,6 +121,8 @@ class Stage(Protocol):
 
 class CpuResult:
     """The results of a step on a CPU, which draws no tokens."""
+
+    lasts = False
 
     def __init__(
         self,

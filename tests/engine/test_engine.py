@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from headroom.engine.request import GenerationRequest, SamplingParams, TokenEven
 from headroom.engine.sampler import LogitRow, sample, token_logprobs
 from headroom.engine.scheduler import Turn
 from headroom.errors import CapacityError, ContextLengthError, RequestError
+from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw
 from headroom.llm import LLM
 from headroom.split.stage import StepResult
 from tests.tiny import llama_config, random_model, save_gguf
@@ -225,12 +227,22 @@ def test_closing_a_stream_cancels_its_request(llm: LLM, pieces: int) -> None:
     assert llm.engine.stats().requests_finished["cancelled"] == 1
 
 
-def test_requests_beyond_the_queue_are_refused_and_the_others_served(tiny_path: Path) -> None:
+def test_requests_beyond_the_queue_are_refused_and_the_others_served(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM(str(tiny_path), context=128, parallel=1, queue=2, threads=1) as llm:
-        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        params, refused = SamplingParams(max_tokens=30, ignore_eos=True), threading.Event()
+        step = llm.engine._pipeline.step
+
+        def wait_and_step(batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
+            assert refused.wait(30)  # or the first request might have ended by then
+            return step(batch, draws)
+
+        monkeypatch.setattr(llm.engine._pipeline, "step", wait_and_step)
         streams = [llm.stream("abc", params) for _ in range(3)]
         with pytest.raises(CapacityError, match="3 requests are running or waiting"):
             llm.stream("abc", params)
+        refused.set()
         assert all(len(list(stream)) == 30 for stream in streams)
 
 
@@ -298,7 +310,7 @@ def test_an_engine_that_breaks_ends_its_requests_with_an_error_and_takes_no_more
     events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
     llm.engine.submit(llm.request([1], SamplingParams(ignore_eos=True)), events.put)
     events.get(timeout=30)
-    monkeypatch.setattr(llm.engine._scheduler, "next_turns", fail)
+    monkeypatch.setattr(llm.engine._scheduler, "next_turns", lambda parts: fail())
     monkeypatch.setattr(llm.engine._scheduler, "remove", lambda sequence: fail())
     last = events.get(timeout=30)
     while last.finish_reason is None:

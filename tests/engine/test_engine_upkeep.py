@@ -109,7 +109,7 @@ def test_an_engine_that_breaks_saves_its_statistics_and_reports_its_own_error(
         done = llm.generate("hello", PARAMS)[0]
         if full:
             monkeypatch.setattr("headroom.split.upkeep.HistoryKeeper.take", lambda *x: fail("no"))
-        monkeypatch.setattr(llm.engine._scheduler, "next_turns", lambda: fail("lent twice"))
+        monkeypatch.setattr(llm.engine._scheduler, "next_turns", lambda parts: fail("lent twice"))
         with pytest.raises(HeadroomError, match="AssertionError: lent twice"):
             llm.generate("hello", PARAMS)
     assert llm.engine._failure.endswith("after an error: AssertionError: lent twice.")

@@ -1,0 +1,118 @@
+"""Where several stages can work at once, the engine shares decoding sequences among several steps."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from headroom.answers import Completion
+from headroom.engine.request import SamplingParams
+from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw, TokenMask
+from headroom.llm import LLM
+from headroom.split.stage import StepResult
+from tests.tiny import llama_config, random_model, save_gguf
+
+PROMPTS = ("hello", "a", "three words here", "some other prompt", "and the last one of all")
+WAYS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.2, "logprobs": 2},
+    "scored": {"temperature": 0.0, "prompt_logprobs": True, "logprobs": 1},
+}
+
+
+class LastingResult:
+    """The results of a step that stay valid when later steps begin."""
+
+    lasts = True
+
+    def __init__(self, result: StepResult, number: int, log: list[tuple[str, int]]) -> None:
+        self.token_rows: Mapping[int, int] = {}
+        self.hidden = result.hidden.clone()
+        rows = len(self.hidden)
+        ones = [result.logits([row]).clone() for row in range(rows)]
+        self._logits = torch.cat(ones) if ones else torch.zeros(0, 1)
+        self._rows, self._number, self._log = rows, number, log
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Do nothing: the engine draws all tokens."""
+
+    def tokens(self) -> list[int | None]:
+        self._log.append(("read", self._number))
+        return [None] * self._rows
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        return self._logits[list(rows)]
+
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        raise AssertionError("no vectors are asked for")
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model(llama_config(layers=2))
+    return save_gguf(model, tmp_path_factory.mktemp("deep") / "m.gguf")
+
+
+def opened(path: Path) -> LLM:
+    return LLM(str(path), context=128, parallel=4, chunk=4, threads=1)
+
+
+def deepened(llm: LLM, depth: int) -> tuple[list[Batch], list[tuple[str, int]]]:
+    """Let the pipeline take `depth` steps at once; return its batches, and what was done in turn."""
+    pipeline = llm.engine._pipeline
+    batches: list[Batch] = []
+    log: list[tuple[str, int]] = []
+    step = pipeline.step
+
+    def lasting_step(batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
+        batches.append(batch)
+        log.append(("launch", len(batches)))
+        return LastingResult(step(batch, draws), len(batches), log)
+
+    pipeline.depth, pipeline.step = depth, lasting_step  # type: ignore[method-assign]
+    return batches, log
+
+
+def told(answer: Completion) -> tuple[object, ...]:
+    return answer.token_ids, answer.logprobs, answer.prompt_logprobs
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_answers_do_not_depend_on_how_many_steps_are_under_way(
+    tiny_path: Path, way: str, depth: int
+) -> None:
+    params = SamplingParams(max_tokens=9, ignore_eos=True, **WAYS[way])  # type: ignore[arg-type]
+    with opened(tiny_path) as llm:
+        plain = llm.generate(PROMPTS, params)
+    with opened(tiny_path) as llm:
+        deepened(llm, depth)
+        found = llm.generate(PROMPTS, params)
+    assert [told(answer) for answer in found] == [told(answer) for answer in plain]
+
+
+def test_decoding_sequences_are_shared_among_steps_and_each_is_launched_before_the_last_is_read(
+    tiny_path: Path,
+) -> None:
+    with opened(tiny_path) as llm:
+        batches, log = deepened(llm, 2)
+        llm.generate(PROMPTS[:4], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    # Once all prompts are computed, each step has two of the four sequences.
+    slots = [tuple(span.state_slot for span in batch.spans) for batch in batches]
+    full = [pair for pair in slots if len(pair) == 2]
+    assert len(full) > 20
+    assert all(not set(a) & set(b) for a, b in zip(full[4:-4], full[5:-4], strict=False))
+    # Two steps are under way at a time: step n is read after step n + 1 was launched.
+    launched = [log.index(("launch", number)) for number in range(10, 30)]
+    read = [log.index(("read", number)) for number in range(9, 29)]
+    assert all(first < then for first, then in zip(launched, read, strict=True))
+
+
+def test_no_sequence_has_rows_in_two_steps_before_its_token_is_known(tiny_path: Path) -> None:
+    with opened(tiny_path) as llm:
+        batches, _ = deepened(llm, 3)
+        answers = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, seed=1))
+    assert all(bool((batch.tokens >= 0).all()) for batch in batches)  # no placeholders
+    assert len(answers) == len(PROMPTS)
