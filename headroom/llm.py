@@ -39,13 +39,14 @@ from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
 from headroom.progress import LoadProgress, ignore_progress
-from headroom.split.choice import NOTHING_LOADED, make_run_plan
+from headroom.split.choice import NOTHING_LOADED, make_run_plan, make_worker_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
 from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
+from headroom.split.workers import open_worker_pipeline, start_workers
 from headroom.text.abilities import Abilities
 from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser, WrittenAnswer
@@ -90,15 +91,22 @@ def open_engine(
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
-    plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
+    workers = start_workers(options)  # processes that run the layers; None: this one does
+    if workers is None:
+        plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
+    else:
+        plan = make_worker_plan(model.shape, workers.devices, options)
     _log_plan(plan)
     placement = find_placement(  # which routed experts are hot
         model.shape, plan, options, model.checkpoint.identity, records.file.counts
     )
     plan = placed_plan(plan, placement)
-    limit_memory(plan, options.device_memory)
     planning_s = time.perf_counter() - started
-    pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
+    if workers is None:
+        limit_memory(plan, options.device_memory)
+        pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
+    else:
+        pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
     upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
     engine = Engine(pipeline, plan.settings, options.queue, upkeep)  # requests in, tokens out
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)

@@ -82,6 +82,32 @@ class Options:
         "type of the rows that one device hands to the next (default: by the devices)",
         choices=ACTIVATION_TYPES,
     )
+    workers: str | None = option(
+        None,
+        "run the layers in so many other processes, as in 2, or host1:2,host2:1 on other machines",
+        group="workers",
+    )
+    worker_address: str = option(
+        "127.0.0.1", "address, or address:port, that workers connect to", group="workers"
+    )
+    worker_token: str | None = option(
+        None, "secret that the engine shares with workers of other machines", group="workers"
+    )
+    worker_timeout: float = option(
+        6.0, "seconds of silence after which a worker counts as lost", group="workers", minimum=2
+    )
+    on_worker_loss: str = option(
+        "restart",
+        "start all workers again when one is lost, or stop the engine",
+        group="workers",
+        choices=("restart", "stop"),
+    )
+    worker_restarts: int = option(
+        5,
+        "losses of workers in ten minutes after which the engine stops",
+        group="workers",
+        minimum=0,
+    )
     dtype: str | None = option(None, "type that matrix products compute in", choices=COMPUTE_TYPES)
     kernels: str = option(
         "auto",

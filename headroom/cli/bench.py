@@ -237,4 +237,4 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
 
 
 add_flags(bench, BenchFlags)
-bench = with_settings("model", "engine", "program")(bench)
+bench = with_settings("model", "engine", "workers", "program")(bench)

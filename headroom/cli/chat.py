@@ -44,7 +44,9 @@ KEYS_HELP = (
 )
 
 
-@with_settings("model", "engine", "program", sampling=True, parallel=1, log_level="warning")
+@with_settings(
+    "model", "engine", "workers", "program", sampling=True, parallel=1, log_level="warning"
+)
 def chat(
     options: Options,
     sampling: dict[str, Any],

@@ -29,7 +29,7 @@ EPILOG = (
 
 COMMANDS = (
     "pull", "list", "show", "rm", "alias", "run", "chat", "serve", "ps", "plan", "tokenize",
-    "doctor", "bench", "calibrate", "profile", "experts", "synth", "synth-trace",
+    "doctor", "bench", "calibrate", "profile", "experts", "synth", "synth-trace", "worker",
 )  # fmt: skip
 
 LIKENESS = 0.75  # least likeness, of 1, of an option that is proposed instead of an unknown one

@@ -44,7 +44,7 @@ WORDS_HELP = (
 )
 
 
-@with_settings("engine", "program", sampling=True, parallel=1, log_level="warning")
+@with_settings("engine", "workers", "program", sampling=True, parallel=1, log_level="warning")
 def run(
     options: Options,
     sampling: dict[str, Any],

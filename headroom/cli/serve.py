@@ -25,7 +25,7 @@ MODELS_HELP = (
 )
 
 
-@with_settings("engine", "server", "program")
+@with_settings("engine", "workers", "server", "program")
 def serve(
     options: Options,
     models: Annotated[

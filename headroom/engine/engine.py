@@ -65,6 +65,7 @@ class Engine:
         self._counters = Counters()
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
+        self._losses = 0  # how often parts of the pipeline were lost, and all steps under way
         # The lock guards the five fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
@@ -72,6 +73,8 @@ class Engine:
         self._cancelled: set[str] = set()
         self._closing = False
         self._failure = ""  # what ended the thread, if it was not close()
+        if pipeline.restarter is not None:
+            pipeline.restarter.on_loss = self._wake
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
         # Python would end the thread in the midst of a step, which aborts the whole process.
@@ -153,6 +156,16 @@ class Engine:
         """Whether requests are taken: the thread runs and is not about to stop."""
         return self._thread.is_alive() and not self._closing
 
+    @property
+    def trouble(self) -> str:
+        """What is lost and is being started again; "" while steps can run."""
+        restarter = self._pipeline.restarter
+        return "" if restarter is None else restarter.trouble()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
     def close(self) -> None:
         """End all requests as cancelled and stop the thread."""
         atexit.unregister(self.close)
@@ -166,6 +179,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._take_requests():
+                self._recover()
                 started = time.perf_counter()
                 with torch.inference_mode():
                     self._step()
@@ -198,7 +212,7 @@ class Engine:
     def _take_requests(self) -> bool:
         """Wait for requests, queue new ones, end cancelled ones; False if the engine is closing."""
         with self._changed:
-            while not (self._live or self._closing):
+            while not (self._live or self._closing or self.trouble):
                 if not self._changed.wait(self._idle_s()):
                     return True  # no request came, and the upkeep has something to do
             while self._inbox:
@@ -244,10 +258,10 @@ class Engine:
             if self._unread:
                 self._read_step(self._unread.popleft())
             return
-        under_way = max(1, depth - 1)  # besides the step that was just launched
+        under_way, losses = max(1, depth - 1), self._losses  # besides the launched step
         while self._unread and (len(self._unread) >= under_way or self._unread[0].keeps_tokens):
             self._read_step(self._unread.popleft())
-        if not self._draw_limited(launched):
+        if self._losses != losses or not self._draw_limited(launched):
             return
         self._unread.append(launched)
         if not launched.may_stay_unread:
@@ -350,12 +364,30 @@ class Engine:
 
     def _fail(self, turns: list[Turn], error: Exception) -> None:
         """End the requests of a step that failed; other requests and the process go on."""
-        log.error("step: failed with %d sequences", len(turns), exc_info=error)
+        told = None if isinstance(error, DeviceError) else error  # its text says all
+        log.error("step: failed with %d sequences: %s", len(turns), error, exc_info=told)
         for turn in turns:
             if self._is_live(turn.sequence):
                 self._finish(turn.sequence, "error", _named(error))
         if lost := self._pipeline.lost():  # no later step could work
             raise DeviceError(lost) from error
+        self._recover()
+
+    def _recover(self) -> None:
+        """Start what the pipeline has lost again; requests that were running end with an error.
+
+        Requests that wait go on: what a preempted one has cached is computed again in any case.
+        """
+        restarter = self._pipeline.restarter
+        if restarter is None or not (trouble := restarter.trouble()):
+            return
+        self._losses += 1
+        self._unread.clear()
+        for sequence in list(self._scheduler.running):
+            self._finish(sequence, "error", trouble)
+        for sequence in self._scheduler.waiting:
+            sequence.awaited = False
+        restarter.restart(lambda: self._closing)
 
     def _read_row(self, read: ReadOutput) -> None:
         """Take one output row's results; a failure ends only the request of that row."""

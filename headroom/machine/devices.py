@@ -33,6 +33,7 @@ class DeviceSpec:
     cores: int = 0  # CPU cores that this process may use
     native: bool = False  # a CPU whose C++ kernels were built: they read packed weights
     unified: bool = False  # shares its memory with the host
+    worker: bool = False  # runs layers in a process of its own, with `cores` threads
     runs_layers: bool = True  # False: only lends its memory to other devices
     # Speeds for cold experts; 0: not measured.
     link_read: float = 0.0  # bytes/s of a GPU's kernels that read host memory

@@ -22,6 +22,7 @@ from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, counted, gib
 
 TREE_NODES = 32  # most tokens that a draft proposes at once
+WORKER_SENDS = 2  # buffers of a worker that sends: one is sent while the next step fills the other
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
 
 
@@ -73,6 +74,16 @@ def norm_bytes(model: ModelShape, settings: PlanSettings) -> int:
     """Return the bytes of the final norm and of other weights that belong to no layer."""
     floats = model.norm_values - model.norm_matrix_values
     return held_bytes(model.norm_bytes, model.norm_values, floats, settings)
+
+
+def outer_bytes(model: ModelShape, settings: PlanSettings, place: "StagePlace") -> int:
+    """Return the bytes of weights that belong to no layer, of the stage that holds them.
+
+    The last stage has the final norm. All others make per-layer inputs, which the first one does.
+    """
+    whole = norm_bytes(model, settings)
+    final = min(whole, model.hidden * F32_BYTES)
+    return (whole - final if place.begins else 0) + (final if place.ends else 0)
 
 
 def embed_bytes(model: ModelShape, settings: PlanSettings, *, looked_up: bool = False) -> int:
@@ -242,8 +253,9 @@ def stage_lines(
     """Return the lines of one device that runs a range of layers: no experts, no embeddings."""
     first, last = layer_range
     layers = model.layers[first : last + 1]
-    ends = StagePlace.of(layer_range, len(model.layers)).ends
-    core = core_bytes(layers, settings) + (norm_bytes(model, settings) if ends else 0)
+    place = StagePlace.of(layer_range, len(model.layers))
+    ends = place.ends
+    core = core_bytes(layers, settings) + outer_bytes(model, settings, place)
     norm = " and the final norm" if ends else ""
     lines = [
         Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
@@ -318,6 +330,9 @@ class StageBuffers:
     stream: int  # of the residual stream, f32
     side_values: int  # per-layer inputs of a row, of its layers and all after them, f32
     handover: int  # in the hand-over type, where that is narrower than f32
+    # Of a worker, in host memory: rows from the worker before, and twice rows for the one after.
+    received: int = 0
+    sent: int = 0
 
     @classmethod
     def of(
@@ -330,7 +345,16 @@ class StageBuffers:
             stream=1 + place.ends + (embedded if place.begins else 0),
             side_values=sum(layer.side_width for layer in model.layers[layer_range.first :]),
             handover=0 if settings.handover_type == "f32" else place.neighbours,
+            received=int(settings.worker and not place.begins),
+            sent=WORKER_SENDS if settings.worker and not place.ends else 0,
         )
+
+    def link_bytes(self, model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> int:
+        """Return the bytes of the buffers between a worker and the workers beside it."""
+        stream = type_bytes(settings.handover_type, model.hidden)
+        later = sum(layer.side_width for layer in model.layers[layer_range.last + 1 :])
+        received = self.received * (stream + self.side_values * F32_BYTES)
+        return settings.rows * (received + self.sent * (stream + later * F32_BYTES))
 
 
 def staging_line(model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> Line:
@@ -349,6 +373,9 @@ def staging_line(model: ModelShape, layer_range: LayerRange, settings: PlanSetti
     if buffers.handover:
         size += staging_bytes(hidden, rows, settings.handover_type, buffers.handover)
         why += f", and {buffers.handover} to hand rows over in {settings.handover_type}"
+    if links := buffers.link_bytes(model, layer_range, settings):
+        size += links
+        why += f", and {gib(links)} for rows from and to other workers"
     return Line("staging", size, why)
 
 

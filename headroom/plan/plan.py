@@ -167,6 +167,8 @@ class PlanProblem:
                 compute_type=kind.compute_type,
                 kernels=kind.kernels,
                 unpack_bytes=kind.unpack_bytes,
+                threads=kind.device.cores if kind.device.worker else shared.threads,
+                worker=kind.device.worker,
             )
             stages.append(PlanStage(kind.device, settings, kind.model))
         return tuple(stages)

@@ -34,6 +34,7 @@ class PlanSettings:
     cold: str = "auto"  # who computes cold experts: "auto", "gpu" or "cpu"; "drop": left out
     pin_experts: bool = True  # pin the memory of cold experts, so that a GPU reads them in place
     keep_host_copy: bool = False  # keep hot experts in host memory, too
+    worker: bool = False  # the stage has a process of its own, and sends rows to other processes
     # How slots of a GPU change hands within steps: "auto" or one of experts.cache.POLICIES. All but
     # "static" need copies of hot experts.
     expert_policy: str = "static"

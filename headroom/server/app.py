@@ -138,6 +138,9 @@ async def health(request: Request) -> Response:
         return JSONResponse(shown, status_code=503, headers={"Retry-After": "1"})
     if not all(engine.alive for engine in service.shelf.engines().values()):
         return JSONResponse({"status": "engine stopped"}, status_code=503)
+    if trouble := [x.trouble for x in service.shelf.engines().values() if x.trouble]:
+        shown = {"status": "restarting workers", "reason": trouble[0]}
+        return JSONResponse(shown, status_code=503, headers={"Retry-After": "1"})
     return JSONResponse({"status": "ok"})
 
 

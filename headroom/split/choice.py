@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.kernels.cuda.compile import CODE
-from headroom.machine.devices import DeviceSpec, physical_name
+from headroom.machine.devices import DeviceSpec, detect_cpu, physical_name
 from headroom.machine.drivers import gpu_facts, gpu_holders, why_unseen
 from headroom.machine.gpus import detect_gpus
 from headroom.machine.readiness import (
@@ -66,6 +66,17 @@ def make_run_plan(
             log.warning("device: cpu, not %s: %s", " and ".join(names), error.message)
     on_cpu = replace(options, device="cpu")
     return _plan(shape, _devices(on_cpu, left, freed), on_cpu, freed)
+
+
+def make_worker_plan(shape: ModelShape, devices: Sequence[DeviceSpec], options: Options) -> Plan:
+    """Return a plan for the devices of worker processes, in their order.
+
+    The plan depends on nothing but its arguments, so that each worker can make it again.
+    """
+    options = replace(without_plan_options(options), device=None, threads=None)
+    if not any(device.holds_all for device in devices):
+        devices = [*devices, replace(detect_cpu(), name="host", runs_layers=False)]
+    return make_plan([shape], devices, options)
 
 
 def _plan_on_gpus(

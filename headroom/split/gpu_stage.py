@@ -334,7 +334,8 @@ class GpuStage:
         with self._current_device():
             return self._model.logits(hidden)
 
-    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return rows of the residual stream after the final norm."""
         with self._current_device():
             return self._model.normed(hidden)
 
@@ -417,7 +418,7 @@ class GpuStage:
         return GpuResult(
             hidden=lambda: pick_rows(step.hidden, output_rows),
             logits=lambda rows: pick_rows(logits, [output_rows[row] for row in rows]),
-            norm=self._normed,
+            norm=self.normed,
             read=read,
             outputs=len(output_rows),
             token_rows={row.output: output_rows[row.output] for row in drawn},
@@ -477,7 +478,7 @@ class GpuStage:
         return GpuResult(
             hidden=lambda: hidden,
             logits=lambda rows: self.logits(pick_rows(hidden, rows)),
-            norm=self._normed,
+            norm=self.normed,
             read=read,
             outputs=len(hidden),
             token_rows={row.output: index for index, row in enumerate(drawn)},

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from headroom.machine.torch_gpus import gpu_memory
 from headroom.plan.cost_model import exchange_speeds
 from headroom.plan.describe import ModelDescription
 from headroom.plan.layout import DevicePlan
-from headroom.plan.lines import NOT_ALLOCATED
+from headroom.plan.lines import NOT_ALLOCATED, Line
 from headroom.plan.plan import Plan
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.build import load_model
@@ -66,7 +66,7 @@ def start_pipeline(
     memory |= {device.name: StageMemory(device.allocated, Counter()) for device in devices}
     held_before = {device.name: held_already(device.name) for device in devices}
     loaded, times = [], LoadTimes()
-    told = _Progress(plan, progress)
+    told = _Progress(devices, progress, plan.host.lines)
     for device in devices:
         warn_of_slow_kernels(physical_name(device.name))
         open_device_memory(device.name)
@@ -78,7 +78,7 @@ def start_pipeline(
         loaded.append(part)
         times = times.plus(own_times)
     told.end()
-    stages, capture_s = _open_stages(plan, model.config, loaded, memory, progress)
+    stages, capture_s = _open_stages(plan, model.config, devices, loaded, memory, progress)
     for device in devices:
         check_memory(plan, device, memory[device.name].allocated, held_before[device.name])
     colds = [part.cold_experts for part in loaded if part.cold_experts is not None]
@@ -92,6 +92,40 @@ def start_pipeline(
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenedStage:
+    """One stage of a plan, loaded, without the others."""
+
+    stage: Stage
+    memory: StageMemory  # of its device
+    times: LoadTimes
+
+
+def open_stage(
+    plan: Plan,
+    model: ModelDescription,
+    number: int,
+    placement: ExpertPlacement | None = None,
+    progress: LoadProgress = ignore_progress,
+) -> OpenedStage:
+    """Load one stage of a plan; the other stages belong to other processes."""
+    device = plan.devices[number]
+    set_threads(device.settings.threads, pin=device.settings.pin_threads)
+    memory = {name: StageMemory(lines, Counter()) for name, lines in _host_lines(plan).items()}
+    memory[device.name] = own_memory = StageMemory(device.allocated, Counter())
+    held_before = held_already(device.name)
+    warn_of_slow_kernels(physical_name(device.name))
+    open_device_memory(device.name)
+    told = _Progress([device], progress)
+    count = _counter_of(device, memory, told)
+    own = placement if device.hot_experts < device.total_experts else None
+    loaded, times = _load(plan, device, model, own, None, count, own_memory.allocated)
+    told.end()
+    (stage,), capture_s = _open_stages(plan, model.config, [device], [loaded], memory, progress)
+    check_memory(plan, device, own_memory.allocated, held_before)
+    return OpenedStage(stage, own_memory, replace(times, capture_s=capture_s))
 
 
 def _open_exchanges(
@@ -113,6 +147,7 @@ def _open_exchanges(
 def _open_stages(
     plan: Plan,
     config: ModelConfig,
+    devices: Sequence[DevicePlan],  # of these stages: all of the plan, or one
     loaded: Sequence[Model],
     memory: Mapping[str, StageMemory],
     progress: LoadProgress,
@@ -120,11 +155,11 @@ def _open_stages(
     """Return the stages, and the seconds in which the steps of GPUs were captured."""
     stages: list[Stage] = []
     capture_s, last, sampler = 0.0, plan.devices[-1], None
-    if last.kind != "cpu":
+    if last.kind != "cpu" and last in devices:
         with explain_out_of_memory(last, memory[last.name].allocated, "capturing steps"):
             sampler = DeviceSampler.allocate(DECODE_ROWS, config.vocab, last.name)
         memory[last.name].allocated["logits"] += sampler.nbytes
-    for device, model in zip(plan.devices, loaded, strict=True):
+    for device, model in zip(devices, loaded, strict=True):
         if device.kind == "cpu":
             stages.append(CpuStage(device.name, model))
             continue
@@ -145,9 +180,11 @@ def _host_lines(plan: Plan) -> dict[str, dict[str, int]]:
 class _Progress:
     """Tells how many bytes of all weights are loaded."""
 
-    def __init__(self, plan: Plan, progress: LoadProgress) -> None:
-        lines = [line for device in plan.devices for line in device.lines]
-        lines += plan.host.lines
+    def __init__(
+        self, devices: Sequence[DevicePlan], progress: LoadProgress, host: Sequence[Line] = ()
+    ) -> None:
+        lines = [line for device in devices for line in device.lines]
+        lines += host
         self._total = sum(line.bytes for line in lines if line.name in WEIGHT_LINES)
         self._progress, self._done = progress, 0
 

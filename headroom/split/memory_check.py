@@ -36,12 +36,16 @@ def held_already(device: str) -> int:
     return held
 
 
-def limit_memory(plan: Plan, device_memory: str | None) -> None:
+def limit_memory(
+    plan: Plan,
+    device_memory: str | None,
+    only: DevicePlan | None = None,  # None: all devices of the plan are this process's
+) -> None:
     """Let torch refuse allocations beyond the memory of each GPU that `--device-memory` allows.
 
     The driver's own memory counts, too: the plan's `runtime` line is subtracted.
     """
-    for device in plan.devices:
+    for device in plan.devices if only is None else (only,):
         if device_memory is None or device.kind == "cpu":
             continue
         most = parse_size(device_memory, "device_memory") - _line(device, "runtime")

@@ -1,7 +1,7 @@
 """Pipeline: a loaded model as the engine sees it: its stages, one after the other."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
@@ -70,6 +70,18 @@ class Keeper(Protocol):
         """Take what was measured; waits for nothing."""
 
 
+class Restarter(Protocol):
+    """Starts lost parts of a pipeline again; all caches are empty then."""
+
+    on_loss: Callable[[], None]  # is called by any thread when something is lost
+
+    def trouble(self) -> str:
+        """Return what is lost, so that no step can run; "" while all is well. From any thread."""
+
+    def restart(self, stop: Callable[[], bool]) -> None:
+        """Start what is lost again, or raise an error; `stop` says whether to give up."""
+
+
 class Pipeline:
     """Runs the steps of the engine."""
 
@@ -84,10 +96,12 @@ class Pipeline:
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
         depth: int = 1,
+        restarter: Restarter | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self.depth = depth  # stages that can work at once, each on a step of its own
         self.vocab = vocab
+        self.restarter = restarter  # None: what is lost stays lost
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
         self.meter = meter  # what cold experts cost; None if no expert is cold

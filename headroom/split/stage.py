@@ -103,6 +103,9 @@ class Stage(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return rows of the residual stream after the final norm."""
+
     def forget_captures(self) -> None:
         """Drop the captured steps; each is captured again when it is next used."""
 
@@ -195,6 +198,10 @@ class CpuStage:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
         return self._model.logits(hidden)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return rows of the residual stream after the final norm."""
+        return self._model.normed(hidden)
 
     def forget_captures(self) -> None:
         """Do nothing: steps on a CPU are not captured."""

@@ -1,6 +1,7 @@
-"""Where several stages can work at once, the engine shares decoding sequences among several steps."""
+"""Where several stages can work at once, the engine shares decoding sequences among steps."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ class LastingResult:
 
 @pytest.fixture(scope="module")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = random_model(llama_config(layers=2))
+    model = random_model(llama_config(num_hidden_layers=2))
     return save_gguf(model, tmp_path_factory.mktemp("deep") / "m.gguf")
 
 
@@ -60,7 +61,7 @@ def opened(path: Path) -> LLM:
 
 
 def deepened(llm: LLM, depth: int) -> tuple[list[Batch], list[tuple[str, int]]]:
-    """Let the pipeline take `depth` steps at once; return its batches, and what was done in turn."""
+    """Let the pipeline take `depth` steps at once; return its batches, and a log of its calls."""
     pipeline = llm.engine._pipeline
     batches: list[Batch] = []
     log: list[tuple[str, int]] = []
@@ -103,7 +104,7 @@ def test_decoding_sequences_are_shared_among_steps_and_each_is_launched_before_t
     slots = [tuple(span.state_slot for span in batch.spans) for batch in batches]
     full = [pair for pair in slots if len(pair) == 2]
     assert len(full) > 20
-    assert all(not set(a) & set(b) for a, b in zip(full[4:-4], full[5:-4], strict=False))
+    assert all(not set(a) & set(b) for a, b in pairwise(full[4:-4]))
     # Two steps are under way at a time: step n is read after step n + 1 was launched.
     launched = [log.index(("launch", number)) for number in range(10, 30)]
     read = [log.index(("read", number)) for number in range(9, 29)]

@@ -89,8 +89,12 @@ def check_composition(model: ModelShape, plan: Plan | Layout) -> None:
     for device in plan.devices:
         own = model.layers[device.layers.first : device.layers.last + 1]
         lines = {line.name: line.bytes for line in device.lines}
-        ends = device is plan.devices[-1]
-        assert lines["core_weights"] == sum(x.core_bytes for x in own) + (NORM if ends else 0)
+        begins, ends = device is plan.devices[0], device is plan.devices[-1]
+        final = (
+            model.hidden * 4
+        )  # the final norm; what else is outside the layers makes their inputs
+        outer = (NORM - final if begins else 0) + (final if ends else 0)
+        assert lines["core_weights"] == sum(x.core_bytes for x in own) + outer
         assert ("head" in lines) == (ends and (apart or bool(model.head_bytes)))
         hot = sum(n * x.expert_bytes for n, x in zip(device.hot_by_layer, own, strict=False))
         assert lines.get("hot_experts", 0) == hot

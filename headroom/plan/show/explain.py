@@ -21,6 +21,7 @@ from headroom.plan.lines import (
     TREE_NODES,
     Line,
     StageBuffers,
+    StagePlace,
     checked_row_bytes,
     core_bytes,
     embed_bytes,
@@ -28,7 +29,7 @@ from headroom.plan.lines import (
     head_bytes,
     logits_rows,
     lookup_bytes,
-    norm_bytes,
+    outer_bytes,
     snapshot_bytes,
 )
 from headroom.plan.plan import Plan
@@ -164,8 +165,10 @@ def _weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     for (kind, size, values), count in sizes.items():
         factors = (Factor(count, f"{kind} layer"), Factor(size, "byte"))
         yield Term(factors, note=f"{_bits(size, values)} in a layer")
-    if place.ends:
-        yield _plain(norm_bytes(model, settings), "of the final norm and others outside the layers")
+    assert place.layer_range is not None
+    stage = StagePlace.of(place.layer_range, len(model.layers))
+    outer = outer_bytes(model, settings, stage)
+    yield _plain(outer, "of the final norm and others outside the layers")
 
 
 def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -312,6 +315,8 @@ def _staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     size = BY_NAME[settings.handover_type].bytes_for(model.hidden)
     handed = (Factor(buffers.handover, "buffer"), rows, Factor(size, "byte"))
     yield Term(handed, f"handed over in {settings.handover_type}")
+    links = buffers.link_bytes(model, place.layer_range, settings)
+    yield _plain(links, "for rows from and to other workers")
 
 
 def _workspace(plan: Plan, place: Place, line: Line) -> Iterator[Term]:

@@ -1,0 +1,66 @@
+"""`headroom worker`: run a part of a model's layers for an engine in another process."""
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from headroom.cli.settings import with_settings
+from headroom.errors import OptionError
+from headroom.options import Options
+
+log = logging.getLogger(__name__)
+
+AGAIN = "HEADROOM_WORKER_AGAIN"
+
+
+@with_settings("engine", "workers", "program")
+def worker(
+    options: Options,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="this machine's copy of the model; default: at the engine's path"),
+    ] = None,
+    join: Annotated[
+        str, typer.Option(help="where the engine waits for workers", metavar="HOST:PORT")
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(help="seconds in which the engine must answer", min=0)
+    ] = 600.0,
+    slot: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run a part of a model's layers for `headroom serve --workers`, here or on another machine.
+
+    The worker and the engine need the same HEADROOM_WORKER_TOKEN. When the engine starts its
+    workers again, a worker that was started by hand joins again.
+    """
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal():
+        raise OptionError(
+            f"--join is {join!r}.", hint="Write --join 10.0.0.5:7070, as the engine says it."
+        )
+    if options.worker_token is None:
+        raise OptionError(
+            "A worker needs the engine's token.",
+            hint="Set HEADROOM_WORKER_TOKEN to the text that the engine has, too.",
+            param="worker_token",
+        )
+    from headroom.split.worker import EngineGoneError, Worker  # imports torch: takes seconds
+
+    process = Worker(options, options.worker_token, slot, model)
+    try:
+        process.run((host, int(port)), wait, options.worker_timeout)
+    except EngineGoneError:
+        raise
+    except Exception:
+        if slot is not None:
+            raise
+        log.exception("worker: joining again")
+        join_again()
+
+
+def join_again() -> None:
+    """Replace this process by a new one with the same arguments, which frees all its memory."""
+    os.execv(sys.executable, [sys.executable, "-m", "headroom", *sys.argv[1:]])

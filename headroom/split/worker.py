@@ -1,0 +1,293 @@
+"""Worker: a process that runs one stage of a model for an engine in another process.
+
+It proves that it knows the token, says what its device is, loads the layers that it is told to, and
+then computes steps in the order in which they come. Rows go from worker to worker by
+torch.distributed; everything else goes over the connection to the engine.
+"""
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from headroom import __version__
+from headroom.errors import FormatError, HeadroomError, ModelError
+from headroom.experts.placement import ExpertPlacement
+from headroom.families.files import find_weights, open_checkpoint
+from headroom.machine.devices import DeviceSpec
+from headroom.machine.targets import plan_devices
+from headroom.options import Options
+from headroom.plan.describe import ModelDescription, describe
+from headroom.plan.plan import Plan, make_plan
+from headroom.split.launch import OpenedStage, open_stage
+from headroom.split.memory_check import limit_memory
+from headroom.split.neighbours import NeighbourLostError, Neighbours
+from headroom.split.plan_digest import plan_digest
+from headroom.split.stage import StepResult
+from headroom.split.wire import Connection, Header, Heartbeat, Message, WireError
+from headroom.split.worker_messages import LoadOrder, LoadReport, expect, read_batch
+
+log = logging.getLogger(__name__)
+
+LOST = 70  # exit status of a worker whose engine is gone
+RETRY_S = 0.5  # seconds between attempts to reach an engine
+KEPT_STEPS = 8  # whose results can still be asked for; more than can be under way
+
+
+class EngineGoneError(HeadroomError):
+    """No engine can be reached, or the connection to it has ended."""
+
+
+class Worker:
+    """Runs one stage for the engine at an address."""
+
+    def __init__(
+        self,
+        options: Options,
+        token: str,
+        slot: int | None = None,  # the worker's number, if the engine itself has started it
+        model: str | None = None,  # this machine's copy; None: at the engine's path
+    ) -> None:
+        self._options, self._token, self._slot, self._model = options, token, slot, model
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._computing = False
+
+    def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
+        """Serve the engine at an address until it ends this worker."""
+        device = own_device(self._options)
+        connection = connect(address, wait_s, timeout_s)
+        connection.prove_as_worker(self._token)
+        heartbeat = Heartbeat(connection)
+        connection.send(self._hello(device))
+        threading.Thread(
+            target=self._receive, args=(connection,), name="headroom-receive", daemon=True
+        ).start()
+        try:
+            self._serve(connection)
+        except NeighbourLostError as error:
+            _tell(connection, error, neighbour=True)
+            raise
+        except Exception as error:
+            _tell(connection, error)
+            raise
+        finally:
+            heartbeat.end()
+            connection.close()
+
+    def _hello(self, device: DeviceSpec) -> Header:
+        return {
+            "type": "hello",
+            "version": __version__,
+            "slot": self._slot,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": asdict(device),
+        }
+
+    def _receive(self, connection: Connection) -> None:
+        """Put messages into the inbox; end the process if the engine is gone.
+
+        The main thread may wait for a neighbour that will never answer, so it cannot be asked.
+        """
+        try:
+            while True:
+                message = connection.receive()
+                if message.header["type"] == "end":
+                    self._inbox.put(None)
+                    if self._computing:  # nobody wants the rest
+                        os._exit(0)
+                    return
+                if message.header["type"] != "alive":
+                    self._inbox.put(message)
+        except WireError as error:
+            log.error("worker: the engine is gone: %s", error)
+            os._exit(LOST)
+
+    def _serve(self, connection: Connection) -> None:
+        message = self._inbox.get()
+        if message is None:
+            return
+        order = LoadOrder.read(expect(message.header, "load"))
+        self._computing = True
+        stage, neighbours = self._load(order, connection)
+        self._computing = False
+        steps = _Steps(stage, neighbours, order.worker, connection)
+        while (message := self._inbox.get()) is not None:
+            self._computing = True
+            with torch.inference_mode():
+                steps.take(message)
+            self._computing = False
+        stage.stage.close()
+
+    def _load(self, order: LoadOrder, connection: Connection) -> tuple[OpenedStage, Neighbours]:
+        told = [0.0]
+
+        def progress(
+            done: int, total: int, step: Literal["loading", "capturing"] = "loading"
+        ) -> None:
+            now = time.monotonic()
+            if now - told[0] > 0.1 or done == total:
+                told[0] = now
+                header = {"type": "progress", "done": done, "total": total, "what": step}
+                connection.send(header)
+
+        model = self._describe(order)
+        plan = planned(model, order)
+        limit_memory(plan, order.options.device_memory, only=plan.devices[order.worker])
+        stage = open_stage(plan, model, order.worker, placed(order), progress)
+        neighbours = Neighbours.meet(
+            order, connection.local_address, plan, model.config, order.worker
+        )
+        stage.memory.allocated["staging"] += neighbours.nbytes
+        connection.send(
+            LoadReport(
+                planned=dict(stage.memory.planned),
+                allocated=dict(stage.memory.allocated),
+                weights_bytes=stage.times.weights_bytes,
+                weights_s=stage.times.weights_s,
+                capture_s=stage.times.capture_s,
+            ).message()
+        )
+        return stage, neighbours
+
+    def _describe(self, order: LoadOrder) -> ModelDescription:
+        name = self._model or order.model
+        try:
+            path = find_weights(name, self._options.home_path)
+        except FormatError as error:
+            raise ModelError(
+                f"{socket.gethostname()} has no copy of the model at {name}.",
+                hint="Start the worker with the path of its copy: headroom worker MODEL --join ...",
+            ) from error
+        checkpoint = open_checkpoint(Path(path))
+        if checkpoint.identity != order.identity:
+            raise ModelError(
+                f"{path} on {socket.gethostname()} is another model than the engine's.",
+                hint="Copy the engine's file to this machine.",
+            )
+        return describe(checkpoint)
+
+
+class _Steps:
+    """Computes the steps of a worker's stage."""
+
+    def __init__(
+        self, opened: OpenedStage, neighbours: Neighbours, number: int, connection: Connection
+    ) -> None:
+        self._stage, self._neighbours = opened.stage, neighbours
+        self._last, self._connection = neighbours.is_last, connection
+        self._number = number
+        # The hidden states of the output rows of steps that more may be asked of.
+        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def take(self, message: Message) -> None:
+        """Compute a step, or answer a question about an earlier one."""
+        header = message.header
+        if header["type"] == "rows":
+            self._answer_rows(header)
+        else:
+            self._step(expect(header, "step"), message)
+
+    def _step(self, header: Header, message: Message) -> None:
+        batch = read_batch(header, message.tensors)
+        rows, started = len(batch.tokens), time.perf_counter()
+        received = self._neighbours.receive(rows)
+        got = time.perf_counter()
+        told: Header = {"type": "result", "step": header["step"], "sent_bytes": 0, "sent_s": 0.0}
+        answer: list[torch.Tensor] = []
+        if self._last:
+            result = self._stage.step(batch, (), received)
+            if header["logits"]:
+                answer.append(result.logits(header["logits"]))
+            if header["keep"]:
+                self._keep(header["step"], result)
+            done = time.perf_counter()
+        else:
+            handed = self._stage.run(batch, received)
+            sent_bytes = self._neighbours.send(handed)
+            done = time.perf_counter()
+            told["sent_bytes"] = sent_bytes
+            told["sent_s"] = self._neighbours.last_send_s
+        told["waited_s"] = got - started
+        told["busy_s"] = done - got - told["sent_s"]
+        self._connection.send(told, answer)
+
+    def _keep(self, step: int, result: StepResult) -> None:
+        self._kept[step] = result.hidden.clone()
+        while len(self._kept) > KEPT_STEPS:
+            self._kept.popitem(last=False)
+
+    def _answer_rows(self, header: Header) -> None:
+        """Send rows of a step that was kept: logits, normed or plain hidden states."""
+        hidden = self._kept[header["step"]]
+        if header["kind"] != "hidden":
+            hidden = hidden[header["rows"]]
+        if header["kind"] == "logits":
+            hidden = self._stage.logits(hidden).float()
+        elif header["kind"] == "normed":
+            hidden = self._stage.normed(hidden).float()
+        self._connection.send({"type": "rows", "ask": header["ask"]}, [hidden.cpu()])
+
+
+def own_device(options: Options) -> DeviceSpec:
+    """Return the device of this machine that the options name, with the threads that they give."""
+    device = next(x for x in plan_devices(options) if x.runs_layers)
+    cores = options.threads or device.cores or 1
+    return replace(device, worker=True, cores=cores)
+
+
+def connect(address: tuple[str, int], wait_s: float, timeout_s: float) -> Connection:
+    """Connect to an engine, which may not listen yet."""
+    ends = time.monotonic() + wait_s
+    while True:
+        try:
+            end = socket.create_connection(address, timeout=timeout_s)
+            return Connection(end, timeout_s)
+        except OSError as error:
+            if time.monotonic() > ends:
+                host, port = address
+                raise EngineGoneError(
+                    f"No engine answers at {host}:{port}: {error}.",
+                    hint="Start headroom serve --workers there first, or raise --wait.",
+                ) from error
+            time.sleep(RETRY_S)
+
+
+def planned(model: ModelDescription, order: LoadOrder) -> Plan:
+    """Return the plan of the engine, made again here; refuse to load if it is another one."""
+    plan = make_plan([model.shape], order.devices, order.options)
+    if order.hot is not None:
+        plan = plan.placed([len(ids) for ids in order.hot])
+    if plan_digest(plan) != order.plan_digest:
+        raise ModelError(
+            "The engine's plan and the worker's differ for the same devices and options.",
+            hint="Install the same version of headroom on all machines.",
+        )
+    return plan
+
+
+def placed(order: LoadOrder) -> ExpertPlacement | None:
+    """Return which experts are hot; None: all are."""
+    return None if order.hot is None else ExpertPlacement(order.hot, "the engine")
+
+
+def _tell(connection: Connection, error: Exception, *, neighbour: bool = False) -> None:
+    """Tell the engine what ended this worker; `neighbour`: another worker was lost first."""
+    named = isinstance(error, HeadroomError)
+    header = {
+        "type": "error",
+        "message": error.message if named else f"{type(error).__name__}: {error}",  # type: ignore[attr-defined]
+        "hint": error.hint if named else "",  # type: ignore[attr-defined]
+        "neighbour": neighbour,
+    }
+    with suppress(WireError):
+        connection.send(header)

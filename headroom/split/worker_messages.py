@@ -1,0 +1,153 @@
+"""Messages between an engine and its workers: what to load, steps, and the rows that come back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from headroom.layers.batch import Batch, Span
+from headroom.machine.devices import DeviceSpec
+from headroom.options import Options
+from headroom.split.wire import Header, WireError
+
+SHARED_GROUPS = ("model", "engine")  # of settings that a worker obeys, too
+
+# Which results of a step's output rows can be asked for after the step.
+ROW_KINDS = ("logits", "normed", "hidden")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """What one worker loads, and where it finds the workers beside it."""
+
+    worker: int  # the number of its stage
+    model: str  # the path of the model on the engine's machine
+    identity: str  # of the model's contents
+    options: Options
+    devices: tuple[DeviceSpec, ...]  # of all workers, in the order of the stages
+    plan_digest: str  # of the plan that these devices and options give
+    hot: tuple[tuple[int, ...], ...] | None  # hot experts by layer; None: all are hot
+    meeting: tuple[str, int]  # where the workers of this start find each other
+    group: str  # a name that only this start uses
+
+    def message(self) -> Header:
+        """Return the order as a message."""
+        shared = {
+            setting.name: getattr(self.options, setting.name)
+            for setting in fields(Options)
+            if setting.metadata["group"] in SHARED_GROUPS
+        }
+        return {
+            "type": "load",
+            "worker": self.worker,
+            "model": self.model,
+            "identity": self.identity,
+            "options": shared,
+            "devices": [asdict(device) for device in self.devices],
+            "plan": self.plan_digest,
+            "hot": self.hot,
+            "meeting": list(self.meeting),
+            "group": self.group,
+        }
+
+    @classmethod
+    def read(cls, header: Header) -> "LoadOrder":
+        """Return the order that a message gives."""
+        hot = header["hot"]
+        host, port = header["meeting"]
+        return cls(
+            worker=int(header["worker"]),
+            model=str(header["model"]),
+            identity=str(header["identity"]),
+            options=Options(**header["options"]),
+            devices=tuple(DeviceSpec(**device) for device in header["devices"]),
+            plan_digest=str(header["plan"]),
+            hot=None if hot is None else tuple(tuple(map(int, ids)) for ids in hot),
+            meeting=(str(host), int(port)),
+            group=str(header["group"]),
+        )
+
+
+def step_message(
+    step: int, batch: Batch, logits: Sequence[int], keep: bool
+) -> tuple[Header, list[torch.Tensor]]:
+    """Return a step as a message.
+
+    The last worker answers with the logits of some output rows. `keep`: other results of the step
+    will be asked for.
+    """
+    spans = [
+        [span.first_row, span.rows, span.start, span.state_slot, span.tree is not None]
+        for span in batch.spans
+    ]
+    tensors = [batch.tokens, batch.positions, batch.kv_slots, batch.output_rows]
+    for span in batch.spans:
+        tensors.append(span.pages)
+        if span.tree is not None:
+            tensors.append(span.tree)
+    header = {"type": "step", "step": step, "spans": spans, "logits": list(logits), "keep": keep}
+    return header, tensors
+
+
+def read_batch(header: Header, tensors: Sequence[torch.Tensor]) -> Batch:
+    """Return the batch of a step's message."""
+    tokens, positions, kv_slots, output_rows, *rest = tensors
+    others, spans = iter(rest), []
+    for first_row, rows, start, state_slot, has_tree in header["spans"]:
+        pages = next(others)
+        tree = next(others) if has_tree else None
+        spans.append(Span(first_row, rows, start, pages, state_slot, tree))
+    return Batch(
+        tokens=tokens,
+        positions=positions,
+        kv_slots=kv_slots,
+        spans=tuple(spans),
+        output_rows=output_rows,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a worker has loaded."""
+
+    planned: Mapping[str, int]  # bytes by the plan's line
+    allocated: Mapping[str, int]
+    weights_bytes: int
+    weights_s: float
+    capture_s: float
+
+    def message(self) -> Header:
+        """Return the report as a message."""
+        return {"type": "ready", **asdict(self)}
+
+    @classmethod
+    def read(cls, header: Header) -> "LoadReport":
+        """Return the report that a message gives."""
+        return cls(**{field.name: header[field.name] for field in fields(cls)})
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """What one stage's steps took, since the start."""
+
+    steps: int = 0
+    busy_s: float = 0.0  # computing
+    waited_s: float = 0.0  # for the rows of the stage before
+    sent_bytes: int = 0  # rows that were handed to the stage after
+    sent_s: float = 0.0  # copying them and waiting for room to send
+
+    def add(self, given: Mapping[str, Any]) -> None:
+        """Add what one step took."""
+        self.steps += 1
+        self.busy_s += float(given["busy_s"])
+        self.waited_s += float(given["waited_s"])
+        self.sent_bytes += int(given["sent_bytes"])
+        self.sent_s += float(given["sent_s"])
+
+
+def expect(header: Header, kind: str) -> Header:
+    """Return a message of one type; refuse others."""
+    if header["type"] != kind:
+        raise WireError(f"A message of type {header['type']!r} came instead of {kind!r}.")
+    return header

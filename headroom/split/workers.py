@@ -1,0 +1,735 @@
+"""Workers: the processes that run the stages of a model, as the engine's process sees them.
+
+The engine sends each step to all workers at once. Worker 1 looks the tokens up and hands its rows
+to worker 2, and so on; the last one sends logits back. So several steps can be under way, each at
+another worker. Workers are watched all the time: one that dies, or that says nothing for
+`--worker-timeout` seconds, ends the steps under way with an error. Then all workers are ended and
+started again, because the others hold caches and connections that lead nowhere.
+"""
+
+import contextlib
+import logging
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from headroom import __version__
+from headroom.errors import DeviceError, HeadroomError, OptionError
+from headroom.experts.placement import ExpertPlacement
+from headroom.layers.batch import Batch
+from headroom.layers.draws import Draw, TokenMask
+from headroom.machine.devices import DeviceSpec, detect_cpu
+from headroom.options import Options, child_environment
+from headroom.plan.describe import ModelDescription
+from headroom.plan.plan import Plan
+from headroom.progress import LoadProgress, ignore_progress
+from headroom.split.model import HandedRows
+from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
+from headroom.split.plan_digest import plan_digest
+from headroom.split.wire import Connection, Header, Heartbeat, WireError
+from headroom.split.worker_messages import (
+    LoadOrder,
+    LoadReport,
+    StageTimes,
+    expect,
+    step_message,
+)
+from headroom.units import counted
+
+log = logging.getLogger(__name__)
+
+torch_dist: Any = torch.distributed  # whose types are not declared
+
+HERE = ("localhost", "127.0.0.1", "::1")
+START_S = 180.0  # seconds that a process of this machine has to start and to connect
+JOIN_S = 600.0  # seconds that workers of other machines have to connect
+POLL_S = 0.2
+BETTER_REASON_S = 1.5  # after a worker lost its neighbour, the neighbour's own end is awaited
+TOKEN_BYTES = 32
+ASK_AGAIN = "All workers are started again. Ask once more."
+WINDOW_S = 600.0  # in which losses of workers are counted
+
+
+@dataclass(frozen=True, slots=True)
+class HostWorkers:
+    """Workers of one machine."""
+
+    host: str
+    count: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the engine starts these workers itself."""
+        return self.host in HERE
+
+
+def parse_workers(text: str) -> list[HostWorkers]:
+    """Return what `--workers` says: `2`, or `host1:2,host2:1`."""
+    found = []
+    for part in text.split(","):
+        host, _, count = part.strip().rpartition(":")
+        if not (re.fullmatch(r"[1-9][0-9]?", count) and re.fullmatch(r"[\w.\-]*", host)):
+            raise OptionError(
+                f"--workers {text} is not understood.",
+                hint="Write --workers 2 for two processes here, or --workers host1:2,host2:1.",
+                param="workers",
+            )
+        found.append(HostWorkers(host or HERE[0], int(count)))
+    return found
+
+
+class WorkerLostError(DeviceError):
+    """A worker has ended or hangs; what it computed is gone."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One worker process."""
+
+    number: int  # of its stage, from 0
+    host: str
+    process: "subprocess.Popen[bytes] | None" = None  # None: somebody else has started it
+    connection: Connection | None = None
+    heartbeat: Heartbeat | None = None
+    pid: int = 0
+    device: DeviceSpec | None = None
+    report: LoadReport | None = None
+    times: StageTimes = field(default_factory=StageTimes)
+
+    @property
+    def name(self) -> str:
+        """What errors call the worker."""
+        pid = f" (process {self.pid})" if self.pid else ""
+        return f"Worker {self.number + 1} on {self.host}{pid}"
+
+
+class Workers:
+    """All worker processes of one engine."""
+
+    def __init__(self, options: Options) -> None:
+        assert options.workers is not None
+        self._options = options
+        self._hosts = parse_workers(options.workers)
+        self._timeout_s = options.worker_timeout
+        self._token = options.worker_token or secrets.token_hex(TOKEN_BYTES)
+        if options.worker_token is None and not all(host.is_here for host in self._hosts):
+            raise OptionError(
+                "Workers of other machines need a token that they share with the engine.",
+                hint="Set HEADROOM_WORKER_TOKEN here and there to the same long random text.",
+                param="worker_token",
+            )
+        self._listener = _listen(options.worker_address)
+        self._workers: list[_Worker] = []
+        # Guards what follows; reader threads change it, the engine's thread waits for it.
+        self._changed = threading.Condition()
+        self._lost = ""
+        self._restarting = ""  # what was lost, while workers are started again
+        self._closing = False
+        self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and number
+        self._wanted: set[tuple[str, int]] = set()
+        self._order: tuple[Plan, ModelDescription, ExpertPlacement | None] | None = None
+        self.on_loss: Callable[[], None] = lambda: None  # called by a reader thread
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return sum(host.count for host in self._hosts)
+
+    @property
+    def devices(self) -> list[DeviceSpec]:
+        """The workers' devices in the order of the stages; known once the workers have started."""
+        return [worker.device for worker in self._workers if worker.device is not None]
+
+    @property
+    def times(self) -> list[StageTimes]:
+        """What each worker's steps took, since it was started."""
+        return [worker.times for worker in self._workers]
+
+    @property
+    def lost(self) -> str:
+        """Which worker is lost, until all are started again, and how that showed; "": none."""
+        return self._lost or self._restarting
+
+    def start(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Start the workers of this machine, and wait until all have connected."""
+        with self._changed:
+            self._answers.clear()
+            self._wanted.clear()
+        self._workers = [
+            _Worker(number, host)
+            for number, host in enumerate(x.host for x in self._hosts for _ in range(x.count))
+        ]
+        try:
+            for worker in self._workers:
+                if worker.host in HERE:
+                    worker.process = self._start_process(worker)
+            self._accept_all(stop)
+        except BaseException:
+            self._end_all()
+            raise
+        self._name_devices()
+
+    def load(
+        self,
+        plan: Plan,
+        model: ModelDescription,
+        placement: ExpertPlacement | None,
+        progress: LoadProgress = ignore_progress,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[LoadReport]:
+        """Let every worker load its layers; return what each has loaded."""
+        self._order = plan, model, placement
+        store, meeting = _open_meeting(self._workers[0].connection)
+        digest, group = plan_digest(plan), secrets.token_hex(8)
+        done: Counter[int] = Counter()
+        totals: Counter[int] = Counter()
+        waiting = set(range(self.count))
+
+        def heard(worker: _Worker, header: Header) -> None:
+            if header["type"] == "progress":
+                done[worker.number], totals[worker.number] = header["done"], header["total"]
+            elif header["type"] == "ready":
+                worker.report = LoadReport.read(header)
+                waiting.discard(worker.number)
+
+        for worker in self._workers:
+            order = LoadOrder(
+                worker=worker.number,
+                model=str(model.checkpoint.path),
+                identity=model.checkpoint.identity,
+                options=plan.problem.options,
+                devices=plan.problem.devices,
+                plan_digest=digest,
+                hot=None if placement is None else placement.hot,
+                meeting=meeting,
+                group=group,
+            )
+            assert worker.connection is not None
+            self._read_in_thread(worker, heard)
+            worker.connection.send(order.message())
+        with self._changed:
+            while waiting:
+                self._changed.wait(POLL_S)
+                self._check()
+                if stop():
+                    raise WorkerLostError("The engine is shutting down.")
+                if totals:
+                    progress(sum(done.values()), sum(totals.values()))
+        del store
+        with self._changed:
+            self._restarting = ""
+        log.info("workers: %s loaded all layers", counted(self.count, "worker"))
+        return [worker.report for worker in self._workers if worker.report is not None]
+
+    def restart(self, stop: Callable[[], bool]) -> None:
+        """End all workers, start new ones, and let them load the same layers."""
+        assert self._order is not None
+        started = time.perf_counter()
+        self._end_all()
+        with self._changed:
+            self._lost, self._restarting = "", self._lost
+        self.start(stop)
+        plan, model, placement = self._order
+        self.load(plan, model, placement, stop=stop)
+        log.warning("workers: started again in %.1f s", time.perf_counter() - started)
+
+    def send(self, header: Header, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message to all workers, in order."""
+        with self._changed:
+            self._check()
+        try:
+            for worker in self._workers:
+                assert worker.connection is not None
+                worker.connection.send(header, tensors)
+        except WireError as error:
+            self._lose(worker, error.message)
+            with self._changed:
+                self._check()
+
+    def ask_last(self, header: Header) -> None:
+        """Send a message to the last worker."""
+        with self._changed:
+            self._check()
+        last = self._workers[-1]
+        assert last.connection is not None
+        try:
+            last.connection.send(header)
+        except WireError as error:
+            self._lose(last, error.message)
+
+    def expect(self, kind: str, number: int) -> None:
+        """Keep the answer with a number until it is taken; others are dropped."""
+        with self._changed:
+            self._wanted.add((kind, number))
+
+    def forget(self, kind: str, number: int) -> None:
+        """Keep an answer no longer."""
+        with self._changed:
+            self._wanted.discard((kind, number))
+            self._answers.pop((kind, number), None)
+
+    def take(self, kind: str, number: int) -> list[torch.Tensor]:
+        """Wait for an answer of the last worker, and return its tensors."""
+        with self._changed:
+            while (kind, number) not in self._answers:
+                self._check()
+                if (kind, number) not in self._wanted:  # of workers that are gone
+                    raise WorkerLostError("The workers of this step are gone.", hint=ASK_AGAIN)
+                self._changed.wait()
+            self._wanted.discard((kind, number))
+            return self._answers.pop((kind, number))
+
+    def close(self) -> None:
+        """End all workers; no step follows."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._end_all()
+        self._listener.close()
+
+    def _check(self) -> None:
+        """Raise an error if a worker is lost; the caller holds the lock."""
+        if self._lost:
+            raise WorkerLostError(self._lost, hint=ASK_AGAIN)
+
+    # Starting
+
+    def _start_process(self, worker: _Worker) -> "subprocess.Popen[bytes]":
+        """Start a worker of this machine; its environment tells it the token."""
+        host, port = self._listener.getsockname()[:2]
+        here = [x for x in self._workers if x.host in HERE]
+        threads = self._options.threads or max(1, detect_cpu().cores // len(here))
+        devices = (self._options.device or "cpu").split(",")
+        device = devices[here.index(worker) % len(devices)].strip()
+        command = [
+            *(sys.executable, "-m", "headroom", "worker"),
+            *("--join", f"{host}:{port}", "--slot", str(worker.number)),
+            *("--device", device, "--threads", str(threads)),
+            *("--worker-timeout", str(self._timeout_s)),
+            *("--log-level", self._options.log_level),
+        ]
+        changes = {"HEADROOM_WORKER_TOKEN": self._token, "PYTHONUNBUFFERED": "1"}
+        return subprocess.Popen(
+            command,
+            env=child_environment(changes),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C ends the engine, which ends its workers
+        )
+
+    def _accept_all(self, stop: Callable[[], bool]) -> None:
+        """Wait until every worker has connected and proved that it knows the token."""
+        remote = [host for host in self._hosts if not host.is_here]
+        for host in remote:
+            address, port = self._listener.getsockname()[:2]
+            log.warning(
+                "workers: waiting for %s of %s; run there: headroom worker --join %s:%d",
+                host.count,
+                host.host,
+                address,
+                port,
+            )
+        ends = time.monotonic() + (JOIN_S if remote else START_S)
+        self._listener.settimeout(POLL_S)
+        while missing := [x for x in self._workers if x.connection is None]:
+            for worker in missing:
+                status = None if worker.process is None else worker.process.poll()
+                if status is not None:
+                    raise WorkerLostError(
+                        f"{worker.name} ended by {_ended(status)} before it had connected.",
+                        hint="Its own messages above say why.",
+                    )
+            if stop():
+                raise WorkerLostError("The engine is shutting down.")
+            if time.monotonic() > ends:
+                names = ", ".join(worker.name for worker in missing)
+                raise WorkerLostError(f"{names} did not connect.")
+            try:
+                end, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                self._welcome(Connection(end, self._timeout_s))
+            except HeadroomError as error:
+                log.warning("workers: a connection was refused: %s", error)
+                end.close()
+
+    def _welcome(self, connection: Connection) -> None:
+        """Give a process that knows the token its place among the workers."""
+        connection.prove_as_engine(self._token)
+        hello = expect(connection.receive().header, "hello")
+        if hello["version"] != __version__:
+            raise WireError(f"It has headroom {hello['version']}, this is {__version__}.")
+        worker = self._place_of(hello, connection.peer_address)
+        worker.connection, worker.pid = connection, int(hello["pid"])
+        worker.device = DeviceSpec(**hello["device"])
+        worker.heartbeat = Heartbeat(connection)
+
+    def _place_of(self, hello: Mapping[str, Any], address: str) -> _Worker:
+        free = [worker for worker in self._workers if worker.connection is None]
+        if hello["slot"] is not None:
+            found = [x for x in free if x.number == hello["slot"] and x.process is not None]
+        else:
+            found = [
+                x
+                for x in free
+                if x.process is None and (x.host == hello["host"] or address in _addresses(x.host))
+            ]
+        if not found:
+            raise WireError(f"--workers has no free place for {hello['host']} ({address}).")
+        return found[0]
+
+    def _name_devices(self) -> None:
+        """Name the workers' devices apart, and divide the memory that several of them share."""
+        sharing = Counter(
+            (worker.host, worker.device.name) for worker in self._workers if worker.device
+        )
+        for worker in self._workers:
+            device = worker.device
+            assert device is not None
+            count = sharing[worker.host, device.name]
+            label = str(worker.number + 1)
+            if worker.host not in HERE:
+                label = f"{worker.host}.{label}"
+            worker.device = replace(
+                device,
+                name=f"{device.name}#{label}",
+                total_bytes=device.total_bytes // count,
+                available_bytes=device.available_bytes // count,
+                driver_bytes=device.driver_bytes // count,
+                card_bytes=device.card_bytes // count,
+            )
+
+    # Watching
+
+    def _read_in_thread(self, worker: _Worker, heard: Callable[[_Worker, Header], None]) -> None:
+        threading.Thread(
+            target=self._read, args=(worker, heard), name="headroom-worker", daemon=True
+        ).start()
+
+    def _read(self, worker: _Worker, heard: Callable[[_Worker, Header], None]) -> None:
+        """Take what a worker says, until its connection ends."""
+        connection = worker.connection
+        assert connection is not None
+        try:
+            while True:
+                header, tensors = connection.receive()
+                kind = header["type"]
+                if kind == "alive":
+                    continue
+                if kind == "error":
+                    self._hear_error(worker, header)
+                    return
+                with self._changed:
+                    if kind == "result":
+                        worker.times.add(header)
+                        if worker is self._workers[-1]:
+                            self._answer("step", header["step"], tensors)
+                    elif kind == "rows":
+                        self._answer("rows", header["ask"], tensors)
+                    else:
+                        heard(worker, header)
+                    self._changed.notify_all()
+        except WireError as error:
+            if worker.connection is connection:
+                self._lose(worker, error.message)
+
+    def _answer(self, kind: str, number: int, tensors: list[torch.Tensor]) -> None:
+        if (kind, number) in self._wanted:
+            self._answers[kind, number] = tensors
+
+    def _hear_error(self, worker: _Worker, header: Header) -> None:
+        reason = f"{header['message']} {header['hint']}".strip()
+        if header["neighbour"]:
+            # The neighbour's own end says more, if it comes at all.
+            timer = threading.Timer(BETTER_REASON_S, self._lose, (worker, reason))
+            timer.daemon = True
+            timer.start()
+        else:
+            self._lose(worker, reason)
+
+    def _lose(self, worker: _Worker, reason: str) -> None:
+        """Note that a worker is lost; the first loss counts."""
+        status = None
+        if worker.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = worker.process.wait(0.5)
+        with self._changed:
+            if self._lost or self._closing or worker not in self._workers:
+                return
+            told = reason if status is None else f"it has ended by {_ended(status)}."
+            self._lost = f"{worker.name} is lost: {told}"
+            self._changed.notify_all()
+        log.error("workers: %s", self._lost)
+        self.on_loss()
+
+    def _end_all(self) -> None:
+        """End all worker processes, at once if they do not end by themselves."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            connection, worker.connection = worker.connection, None
+            if worker.heartbeat is not None:
+                worker.heartbeat.end()
+            if connection is not None:
+                with contextlib.suppress(WireError):
+                    connection.send({"type": "end"})
+                connection.close()
+        for worker in workers:
+            if worker.process is not None:
+                try:
+                    worker.process.wait(2.0 if not self._lost else 0.2)
+                except subprocess.TimeoutExpired:
+                    worker.process.kill()
+                    worker.process.wait()
+
+
+class WorkerChain:
+    """All workers as one stage, which can take several steps at once."""
+
+    drawn: torch.Tensor | None = None  # the engine draws all tokens
+    routing = None  # workers count no choices of experts
+    store = None
+
+    def __init__(self, workers: Workers, device: str) -> None:
+        self._workers, self.device = workers, device
+        self._steps = self._asked = 0
+
+    def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
+        """Not used: the chain is the only stage."""
+        raise AssertionError("workers are the only stage of their pipeline")
+
+    def step(
+        self,
+        batch: Batch,
+        draws: Sequence[Draw | None] = (),
+        received: HandedRows | None = None,
+    ) -> "ChainResult":
+        """Send a step to all workers."""
+        self._steps += 1
+        drawn = [row for row, draw in enumerate(draws) if draw is not None]
+        keep = len(drawn) < len(batch.output_rows)
+        self._workers.expect("step", self._steps)
+        self._workers.send(*step_message(self._steps, batch, drawn, keep))
+        return ChainResult(self, self._steps, drawn, len(batch.output_rows))
+
+    def finish(self, step: int) -> list[torch.Tensor]:
+        """Wait until the last worker has computed a step; return the logits that it sent."""
+        return self._workers.take("step", step)
+
+    def drop(self, step: int) -> None:
+        """Forget a step whose results nobody will read."""
+        self._workers.forget("step", step)
+
+    def ask(self, step: int, kind: str, rows: Sequence[int]) -> torch.Tensor:
+        """Ask the last worker for some results of a step that it keeps."""
+        self._asked += 1
+        self._workers.expect("rows", self._asked)
+        header = {"type": "rows", "ask": self._asked, "step": step, "kind": kind}
+        self._workers.ask_last(header | {"rows": list(rows)})
+        return self._workers.take("rows", self._asked)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Not used: logits of workers are read from a step's result."""
+        raise AssertionError("logits of workers are read from a step's result")
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Not used: hidden states of workers are read from a step's result."""
+        raise AssertionError("hidden states of workers are read from a step's result")
+
+    def forget_captures(self) -> None:
+        """Do nothing: workers keep their captured steps."""
+
+    def close(self) -> None:
+        """End all workers."""
+        self._workers.close()
+
+    def held_bytes(self) -> int | None:
+        """Return None: the memory is that of other processes."""
+        return None
+
+    def lost(self) -> str:
+        """Return "": lost workers are started again."""
+        return ""
+
+
+class ChainResult:
+    """The results of a step of workers; they stay valid when later steps begin."""
+
+    lasts = True
+
+    def __init__(self, chain: WorkerChain, step: int, drawn: list[int], outputs: int) -> None:
+        self._chain, self._step, self._drawn, self._outputs = chain, step, drawn, outputs
+        self.token_rows: Mapping[int, int] = {}
+        self._logits: torch.Tensor | None = None  # of the rows that draw tokens
+        self._done = False
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Do nothing: the engine draws all tokens."""
+
+    def tokens(self) -> list[int | None]:
+        """Wait for the step; return None for each output row: the engine draws all tokens."""
+        if not self._done:
+            found = self._chain.finish(self._step)
+            self._logits, self._done = (found[0] if found else None), True
+        return [None] * self._outputs
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits of some output rows, float32: sent with the step, or asked for now."""
+        self.tokens()
+        if not rows:
+            return torch.zeros(0, 0)
+        known = {row: at for at, row in enumerate(self._drawn)}
+        if self._logits is not None and all(row in known for row in rows):
+            return self._logits[[known[row] for row in rows]]
+        return self._chain.ask(self._step, "logits", rows)
+
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return hidden states of some output rows after the final norm, float32."""
+        self.tokens()
+        return self._chain.ask(self._step, "normed", rows)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The residual stream of all output rows."""
+        self.tokens()
+        return self._chain.ask(self._step, "hidden", ())
+
+
+class ChainRestarter:
+    """Starts lost workers again, if the options say so, and not without end."""
+
+    def __init__(self, workers: Workers, options: Options) -> None:
+        self._workers = workers
+        self._restarts = options.on_worker_loss == "restart"
+        self._most = options.worker_restarts
+        self._ends: list[float] = []  # when workers were lost, in the last ten minutes
+
+    @property
+    def on_loss(self) -> Callable[[], None]:
+        """What is called when a worker is lost."""
+        return self._workers.on_loss
+
+    @on_loss.setter
+    def on_loss(self, call: Callable[[], None]) -> None:
+        self._workers.on_loss = call
+
+    def trouble(self) -> str:
+        """Return which worker is lost and what follows; "" while all work."""
+        lost = self._workers.lost
+        return f"{lost} {ASK_AGAIN}" if lost and self._restarts else lost
+
+    def restart(self, stop: Callable[[], bool]) -> None:
+        """Start all workers again; raise an error if they are not to be, or were lost too often."""
+        lost, now = self._workers.lost, time.monotonic()
+        self._ends = [*(end for end in self._ends if now - end < WINDOW_S), now]
+        if not self._restarts:
+            raise WorkerLostError(lost, hint="Restart the server; see --on-worker-loss.")
+        if len(self._ends) > self._most:
+            raise WorkerLostError(
+                f"Workers were lost {len(self._ends)} times in {WINDOW_S / 60:g} minutes, and may "
+                f"be {self._most} times. {lost}",
+                hint="See the workers' messages above, or raise --worker-restarts.",
+            )
+        self._workers.restart(stop)
+
+
+def start_workers(options: Options) -> Workers | None:
+    """Start the worker processes that the options ask for; None if they ask for none."""
+    if options.workers is None:
+        return None
+    workers = Workers(options)
+    try:
+        workers.start()
+    except BaseException:
+        workers.close()
+        raise
+    return workers
+
+
+def open_worker_pipeline(
+    workers: Workers,
+    plan: Plan,
+    model: ModelDescription,
+    options: Options,
+    progress: LoadProgress = ignore_progress,
+    placement: ExpertPlacement | None = None,
+) -> Pipeline:
+    """Let the workers load their layers as the plan says; return the pipeline that they run."""
+    try:
+        reports = workers.load(plan, model, placement, progress)
+    except BaseException:
+        workers.close()
+        raise
+    memory = {
+        device.name: StageMemory(report.planned, Counter(report.allocated))
+        for device, report in zip(plan.devices, reports, strict=True)
+    }
+    chain = WorkerChain(workers, plan.devices[0].name)
+    return Pipeline(
+        [chain],
+        model.config.vocab,
+        memory,
+        refuses_trees=model.config.refuses_trees,
+        load_times=LoadTimes(
+            sum(report.weights_bytes for report in reports),
+            max(report.weights_s for report in reports),
+            max(report.capture_s for report in reports),
+        ),
+        depth=workers.count,
+        restarter=ChainRestarter(workers, options),
+    )
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a socket that workers connect to, on `HOST` or `HOST:PORT`."""
+    host, _, port = address.partition(":")
+    try:
+        return socket.create_server((host, int(port or 0)))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"Workers cannot connect to --worker-address {address}: {error}.",
+            hint="Write an address of this machine and a free port, as in 10.0.0.5:7070.",
+            param="worker_address",
+        ) from error
+
+
+def _open_meeting(connection: Connection | None) -> tuple[Any, tuple[str, int]]:
+    """Open the store by which workers find each other, on the address that they reached."""
+    assert connection is not None
+    host = connection.local_address
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    store = torch_dist.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(minutes=10),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, (host, port)
+
+
+def _addresses(host: str) -> set[str]:
+    """Return the addresses of a machine; none if its name is not known."""
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
+
+
+def _ended(status: int) -> str:
+    """Return how a process ended, by its exit status."""
+    return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,84 @@
+"""What an engine says to a worker arrives as it was meant."""
+
+import pytest
+import torch
+
+from headroom.layers.batch import Batch, Span
+from headroom.machine.devices import DeviceSpec
+from headroom.options import Options
+from headroom.split.wire import WireError
+from headroom.split.worker_messages import (
+    LoadOrder,
+    LoadReport,
+    StageTimes,
+    expect,
+    read_batch,
+    step_message,
+)
+
+ORDER = LoadOrder(
+    worker=1,
+    model="/models/a.gguf",
+    identity="abc",
+    options=Options(context=512, dtype="f32", api_key="secret", port=99),
+    devices=(
+        DeviceSpec(name="cpu#1", kind="cpu", total_bytes=5, available_bytes=4, worker=True),
+        DeviceSpec(name="cuda:0#2", kind="cuda", total_bytes=9, available_bytes=8, sm=90),
+    ),
+    plan_digest="d",
+    hot=((), (1, 2)),
+    meeting=("127.0.0.1", 7),
+    group="g",
+)
+
+
+def test_an_order_arrives_without_the_settings_of_the_server() -> None:
+    found = LoadOrder.read(ORDER.message())
+    assert found.options == Options(context=512, dtype="f32")
+    assert "secret" not in str(ORDER.message())
+    assert found.devices == ORDER.devices
+    assert (found.worker, found.hot, found.meeting) == (1, ((), (1, 2)), ("127.0.0.1", 7))
+
+
+def test_a_step_arrives_with_its_pages_and_trees() -> None:
+    tree = torch.eye(2, dtype=torch.bool)
+    batch = Batch(
+        tokens=torch.tensor([5, 6, 7]),
+        positions=torch.tensor([0, 9, 10]),
+        kv_slots=torch.tensor([1, 2, 3]),
+        spans=(
+            Span(0, 1, 0, torch.tensor([4]), state_slot=2),
+            Span(1, 2, 9, torch.tensor([8, 9]), tree=tree),
+        ),
+        output_rows=torch.tensor([0, 2]),
+    )
+    header, tensors = step_message(3, batch, [1], keep=True)
+    assert (header["step"], header["logits"], header["keep"]) == (3, [1], True)
+    found = read_batch(header, tensors)
+    for name in ("tokens", "positions", "kv_slots", "output_rows"):
+        assert torch.equal(getattr(found, name), getattr(batch, name))
+    for a, b in zip(found.spans, batch.spans, strict=True):
+        assert (a.first_row, a.rows, a.start, a.state_slot) == (
+            b.first_row, b.rows, b.start, b.state_slot,
+        )  # fmt: skip
+        assert torch.equal(a.pages, b.pages)
+    assert found.spans[0].tree is None
+    assert found.spans[1].tree is not None
+    assert torch.equal(found.spans[1].tree, tree)
+
+
+def test_a_report_arrives() -> None:
+    report = LoadReport({"kv": 3}, {"kv": 2}, 10, 0.5, 0.0)
+    assert LoadReport.read(report.message()) == report
+
+
+def test_times_of_steps_add_up() -> None:
+    times = StageTimes()
+    for _ in range(2):
+        times.add({"busy_s": 0.25, "waited_s": 0.5, "sent_bytes": 100, "sent_s": 0.125})
+    assert times == StageTimes(2, 0.5, 1.0, 200, 0.25)
+
+
+def test_another_message_than_expected_is_refused() -> None:
+    with pytest.raises(WireError, match="'step' came instead of 'load'"):
+        expect({"type": "step"}, "load")

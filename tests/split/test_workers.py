@@ -1,0 +1,275 @@
+"""Layers in worker processes give the tokens of one process, and a lost worker hurts nobody twice."""
+
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headroom.engine.engine import Engine
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.errors import CapacityError, OptionError
+from headroom.families.files import open_checkpoint
+from headroom.llm import LLM
+from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.split.choice import make_worker_plan
+from headroom.split.wire import Connection, WireError
+from headroom.split.workers import (
+    HostWorkers,
+    WorkerChain,
+    WorkerLostError,
+    Workers,
+    open_worker_pipeline,
+    parse_workers,
+)
+from tests.families.oracles import PROMPT, variant
+from tests.split.test_pipeline import PROMPTS, SETTINGS, answers, opened
+from tests.tiny import llama_config, random_model, save_gguf
+
+STREAMS = 8
+
+
+def worker_options(**settings: Any) -> Options:
+    return Options(**(SETTINGS | {"workers": "2"} | settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("2", [HostWorkers("localhost", 2)]),
+        ("a.b:2, 10.0.0.1:1", [HostWorkers("a.b", 2), HostWorkers("10.0.0.1", 1)]),
+    ],
+)
+def test_hosts_and_their_workers_are_read(text: str, found: list[HostWorkers]) -> None:
+    assert parse_workers(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "0", "a:b", "a:0", "a:b:2", "2 3", "a;b:2", "-1", "100"])
+def test_wrong_hosts_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is not understood"):
+        parse_workers(text)
+
+
+def test_workers_of_other_machines_need_a_token() -> None:
+    with pytest.raises(OptionError, match="need a token"):
+        Workers(Options(workers="elsewhere:1"))
+
+
+def test_an_address_that_is_not_here_is_refused() -> None:
+    with pytest.raises(OptionError, match="cannot connect to --worker-address 203.0.113.9"):
+        Workers(Options(workers="1", worker_address="203.0.113.9"))
+
+
+# One model with layers of several kinds, experts and a shared cache each.
+@pytest.mark.parametrize("name", ["qwen35moe", "gemma4-e4b"])
+def test_two_processes_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf"))
+    whole = answers(*opened(checkpoint), PROMPTS, together=False)
+    options, model = worker_options(), describe(checkpoint)
+    workers = Workers(options)
+    workers.start()
+    plan = make_worker_plan(model.shape, workers.devices, options)
+    assert [device.name for device in plan.devices] == ["cpu#1", "cpu#2"]
+    pipeline = open_worker_pipeline(workers, plan, model, options)
+    for memory in pipeline.memory():  # each worker has allocated what was planned
+        assert memory.used_bytes == memory.planned_bytes
+    assert pipeline.depth == 2
+    first, last = workers.times
+    assert answers(plan, pipeline, PROMPTS, together=True) == whole
+    assert first.steps > 0
+    assert last.busy_s > 0
+    assert first.sent_bytes > 0
+    assert last.sent_bytes == 0
+
+
+class Asked:
+    """A request under way, and what it has got."""
+
+    def __init__(self, engine: Engine, name: str, tokens: int) -> None:
+        self.events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
+        self.asked_at = time.monotonic()
+        engine.submit(
+            GenerationRequest(
+                id=name, prompt=tuple(PROMPT[:5]), params=params, stop_ids=frozenset()
+            ),
+            self.events.put,
+        )
+
+    def end(self, timeout_s: float) -> tuple[TokenEvent, list[int]]:
+        """Return the last event, and all tokens."""
+        tokens = []
+        while True:
+            event = self.events.get(timeout=timeout_s)
+            if event.token is not None:
+                tokens.append(event.token)
+            if event.finish_reason is not None:
+                return event, tokens
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = random_model(llama_config(num_hidden_layers=4))
+    return save_gguf(model, tmp_path_factory.mktemp("workers") / "m.gguf")
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    given = {"context": 512, "parallel": STREAMS, "threads": 1, "workers": "2"}
+    return {**given, "dtype": "f32", "kv_type": "f32", **changed}
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> Iterator[LLM]:
+    with LLM(str(path), **settings(worker_restarts=100)) as made:
+        yield made
+
+
+def pids(llm: LLM) -> list[int]:
+    (chain,) = llm.engine._pipeline._stages
+    assert isinstance(chain, WorkerChain)
+    return [worker.pid for worker in chain._workers._workers]
+
+
+def lose_one(llm: LLM, number: int, how: signal.Signals, wait_s: float) -> list[TokenEvent]:
+    """Lose a worker while eight answers stream; return the answers' last events."""
+    asked = [
+        Asked(llm.engine, f"{how} {number} {i} {time.monotonic()}", 480) for i in range(STREAMS)
+    ]
+    time.sleep(wait_s)
+    os.kill(pids(llm)[number], how)
+    return [one.end(12)[0] for one in asked]
+
+
+def test_running_requests_get_an_error_and_the_next_one_works(llm: LLM) -> None:
+    before = Asked(llm.engine, "before", 30).end(20)[1]
+    for number, how in ((0, signal.SIGKILL), (1, signal.SIGKILL)):
+        lost = pids(llm)[number]
+        for event in lose_one(llm, number, how, 0.3):
+            assert event.finish_reason == "error"
+            assert f"Worker {number + 1} on localhost (process {lost}) is lost" in event.error
+            assert "it has ended by signal 9" in event.error
+        assert Asked(llm.engine, f"after {number}", 30).end(60)[1] == before
+        assert lost not in pids(llm)
+        assert llm.engine.trouble == ""
+
+
+def test_a_worker_that_is_lost_while_nothing_runs_is_started_again_at_once(llm: LLM) -> None:
+    lost = pids(llm)[1]
+    os.kill(lost, signal.SIGKILL)
+    ends = time.monotonic() + 60
+    while not llm.engine.trouble and lost in pids(llm):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    while llm.engine.trouble or len(pids(llm)) < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    assert Asked(llm.engine, "later", 5).end(20)[0].finish_reason == "length"
+
+
+def test_requests_that_wait_are_answered_after_the_restart(llm: LLM) -> None:
+    running = [Asked(llm.engine, f"run {i}", 480) for i in range(STREAMS)]
+    time.sleep(0.3)
+    waiting = Asked(llm.engine, "wait", 10)
+    os.kill(pids(llm)[0], signal.SIGKILL)
+    assert {one.end(12)[0].finish_reason for one in running} == {"error"}
+    assert waiting.end(60)[0].finish_reason == "length"
+
+
+def test_a_stranger_at_the_door_changes_nothing(llm: LLM) -> None:
+    (chain,) = llm.engine._pipeline._stages
+    assert isinstance(chain, WorkerChain)
+    address = chain._workers._listener.getsockname()
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert Asked(llm.engine, "polite", 5).end(20)[0].finish_reason == "length"
+
+
+def test_vectors_prompts_and_formats_come_from_workers_as_from_one_process(
+    llm: LLM, path: Path
+) -> None:
+    params = SamplingParams(
+        temperature=0.8, seed=3, max_tokens=12, prompt_logprobs=True, logprobs=2
+    )
+    with LLM(str(path), **settings(workers=None)) as alone:
+        for one, other in zip(
+            llm.generate(["hello there", "a"], params),
+            alone.generate(["hello there", "a"], params),
+            strict=True,
+        ):
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs
+            assert one.prompt_logprobs == other.prompt_logprobs
+        vectors = zip(llm.embed(["hello"]), alone.embed(["hello"]), strict=True)
+        assert all(np.array_equal(one, other) for one, other in vectors)
+
+
+def test_if_the_options_say_so_a_lost_worker_ends_the_engine(path: Path) -> None:
+    with LLM(str(path), **settings(on_worker_loss="stop", worker_restarts=0)) as llm:
+        events = lose_one(llm, 0, signal.SIGKILL, 0.2)
+        assert {event.finish_reason for event in events} == {"error"}
+        llm.engine._thread.join(20)
+        assert not llm.engine.alive
+        with pytest.raises(CapacityError, match="The engine stopped after an error: Worker 1"):
+            Asked(llm.engine, "late", 3)
+
+
+def test_a_model_that_is_another_one_there_is_refused(path: Path, tmp_path: Path) -> None:
+    other = save_gguf(random_model(llama_config(num_hidden_layers=3)), tmp_path / "m.gguf")
+    options = Options(**settings(workers="elsewhere:1", worker_token="t"))
+    workers = Workers(replace(options, workers="elsewhere:1"))
+    host, port = workers._listener.getsockname()
+    command = [sys.executable, "-m", "headroom", "worker", str(other), "--join", f"{host}:{port}"]
+    environment = os.environ | {"HEADROOM_WORKER_TOKEN": "t", "HEADROOM_THREADS": "1"}
+    workers._hosts = [HostWorkers(socket.gethostname(), 1)]
+    process = subprocess.Popen(command, env=environment)
+    try:
+        workers.start()
+        model = describe(open_checkpoint(path))
+        plan = make_worker_plan(model.shape, workers.devices, options)
+        with pytest.raises(WorkerLostError, match="is another model than the engine's"):
+            workers.load(plan, model, None)
+    finally:
+        process.kill()
+        process.wait()
+        workers.close()
+
+
+@pytest.mark.slow
+def test_twenty_losses_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
+    before = Asked(llm.engine, "first", 30).end(20)[1]
+    draw = random.Random(7)
+    sizes, files = [], []
+    for number in range(20):
+        how = signal.SIGSTOP if number % 5 == 4 else signal.SIGKILL
+        started = time.monotonic()
+        events = lose_one(llm, draw.randrange(2), how, draw.uniform(0, 1.5))
+        assert time.monotonic() - started < 12
+        assert {event.finish_reason for event in events} <= {"error", "length"}
+        assert Asked(llm.engine, f"next {number}", 30).end(60)[1] == before
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))  # pages in memory
+        files.append(len(list(Path("/proc/self/fd").iterdir())))
+    assert max(sizes[10:]) < sizes[9] * 1.05
+    assert max(files[10:]) <= max(files[:10])
+    assert threading.active_count() < 30
+
+
+def test_a_connection_that_proves_nothing_is_closed() -> None:
+    workers = Workers(Options(workers="1"))
+    with socket.create_connection(workers._listener.getsockname()[:2]) as there:
+        here, _ = workers._listener.accept()
+        there.close()
+        with pytest.raises(WireError):
+            workers._welcome(Connection(here, 1.0))
+    workers.close()
