@@ -18,7 +18,7 @@ OTHER_FLAGS = {
     *("--strict", "--check", "--editable", "--dist", "--build"),
     *("--help", "--debug", "--install-completion", "--show-completion"),
     *("--target", "--tag", "--init", "--gpus", "--time", "--rm", "--profile", "--now"),
-    *("--no-deps", "--wheel-dir"),
+    *("--no-deps", "--wheel-dir", "--nnodes", "--nproc-per-node"),
 }
 LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
 BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from

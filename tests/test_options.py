@@ -155,7 +155,9 @@ def test_a_user_without_a_home_folder_is_told_what_to_set() -> None:
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)
 def test_every_setting_says_what_it_is_and_where_it_belongs(setting: Any) -> None:
     assert setting.metadata["help"]
-    assert setting.metadata["group"] in ("model", "engine", "plan", "server", "program")
+    assert setting.metadata["group"] in (
+        "model", "engine", "workers", "plan", "server", "program",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda setting: setting.name)

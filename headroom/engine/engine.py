@@ -138,7 +138,8 @@ class Engine:
             live = len(self._live)
         memory = self._pipeline.memory()
         experts = self.upkeep.latest if self.upkeep is not None else None
-        return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts)
+        stages = self._pipeline.stage_times()
+        return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts, stages)
 
     def view_experts(self) -> "Future[ExpertView] | None":
         """Ask for the experts as they are after the step under way; None: the model has none."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headroom.engine.pages import PagePool
 from headroom.engine.scheduler import Scheduler
 from headroom.split.pipeline import DeviceMemory
+from headroom.split.stage_times import StageTimes
 from headroom.split.upkeep import ExpertTelemetry
 
 # DeviceMemory and ExpertTelemetry are also exported here, for users of EngineStats.
@@ -31,6 +32,7 @@ class EngineStats:
     started_at: float  # seconds since the epoch
     memory: Sequence[DeviceMemory]  # of this engine, one for each device
     experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
+    stages: Sequence[tuple[str, StageTimes]] = ()  # by device; empty if there is one stage
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class Counters:
         live: int,
         memory: Sequence[DeviceMemory],
         experts: ExpertTelemetry | None = None,
+        stages: Sequence[tuple[str, StageTimes]] = (),
     ) -> EngineStats:
         """Return the counters as they are now; `live` is the number of requests not ended."""
         running = len(scheduler.running)
@@ -73,4 +76,5 @@ class Counters:
             started_at=self.started_at,
             memory=memory,
             experts=experts,
+            stages=stages,
         )

@@ -98,8 +98,24 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
     for reason, count in stats.requests_finished.items():
         finished.add_metric([*values, reason], count)
     yield finished
+    yield from stage_metrics(stats, label)
     if stats.experts is not None:
         yield from expert_metrics(stats.experts, label)
+
+
+def stage_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Metric]:
+    """Yield what the steps of each stage took; nothing if there is one stage."""
+    described = {
+        "stage_busy_seconds": ("Seconds of computing, by stage", "busy_s"),
+        "stage_wait_seconds": ("Seconds of waiting for the stage before", "waited_s"),
+        "handover_bytes": ("Bytes of rows for the stage after", "handover_bytes"),
+        "handover_seconds": ("Seconds of handing rows over", "handover_s"),
+    }
+    for name, (text, field) in described.items() if stats.stages else ():
+        counter = CounterMetricFamily(f"headroom_{name}", text, labels=[*label, "device"])
+        for device, times in stats.stages:
+            counter.add_metric([*label.values(), device], getattr(times, field))
+        yield counter
 
 
 def expert_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> Iterable[Metric]:

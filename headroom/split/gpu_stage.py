@@ -23,6 +23,7 @@ from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
 from headroom.split.model import HandedRows, Model
 from headroom.split.stage import pick_rows
+from headroom.split.stage_times import GpuClock, StageTimes
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
 log = logging.getLogger(__name__)
@@ -185,6 +186,7 @@ class GpuStage:
         self._pool: Any = None  # memory of all graphs, which never run at the same time
         self._rehearses = False  # whether steps run without our kernels, to learn which they are
         self._on_gpu = torch.device(there).type == "cuda"
+        self._clock = GpuClock()  # of a stage that is not the only one
         # Two, because a step may be launched before the tokens of the previous one are read.
         most = max(DECODE_ROWS, settings.parallel)
         self._reads = deque(_TokenRead.allocate(most, there) for _ in range(2))
@@ -294,6 +296,7 @@ class GpuStage:
         """Run one step on the rows of the stage before; return them for the stage after."""
         self._check_cold()
         with self._current_device():
+            begin = self._clock.begin() if self._on_gpu else None
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
                 captured = self._fill_captured(batch, received)
                 self._wake_cold_worker()
@@ -303,7 +306,10 @@ class GpuStage:
                 x = self._run_layers(batch, received)
             if self._model.tap is not None:
                 self._model.tap.end_step(batch)
-            return self._model.handed(x, len(batch.tokens))
+            handed = self._model.handed(x, len(batch.tokens))
+            if begin is not None:
+                self._clock.end(begin, handed.nbytes)
+        return handed
 
     def step(
         self,
@@ -321,12 +327,16 @@ class GpuStage:
             drawn = [row for row in drawn if not row.draw.limited]
         self._check_cold()
         with self._current_device():
+            split = self._on_gpu and received is not None
+            begin = self._clock.begin() if split else None
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
                 result = self._replay(batch, drawn, received)
             else:
                 result = self._run(batch, drawn, received)
             if self._model.tap is not None:
                 self._model.tap.end_step(batch)
+            if begin is not None:
+                self._clock.end(begin)
         return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -353,6 +363,10 @@ class GpuStage:
         except RuntimeError as error:  # a lost GPU sends the worker no requests
             log.warning("close: %s: %s", self.device, str(error).partition("\n")[0])
         self._model.decode_worker.close()
+
+    def times(self) -> list[tuple[str, StageTimes]]:
+        """Return what the steps took that the GPU has ended; a hand-over is part of a step."""
+        return [(self.device, self._clock.times())]
 
     def lost(self) -> str:
         """Return why the GPU can run no more steps; "" while it can.

@@ -17,6 +17,7 @@ from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
 from headroom.split.stage import Stage, StepResult
+from headroom.split.stage_times import StageTimes
 
 NO_MEMORY: "Mapping[str, StageMemory]" = MappingProxyType({})
 
@@ -150,6 +151,11 @@ class Pipeline:
             )
             for device, memory in self._memory.items()
         ]
+
+    def stage_times(self) -> list[tuple[str, StageTimes]]:
+        """Return what the steps of each stage took, by device, if there are several stages."""
+        times = [found for stage in self._stages for found in stage.times()]
+        return times if len(times) > 1 else []
 
     def lost(self) -> str:
         """Return which device can run no more steps, and why; "" while all can."""

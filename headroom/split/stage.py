@@ -1,5 +1,6 @@
 """Stage: the layers of one device, as the pipeline runs them; CpuStage runs them on a CPU."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.model import HandedRows, Model
+from headroom.split.stage_times import StageTimes
 
 
 class StepResult(Protocol):
@@ -121,6 +123,9 @@ class Stage(Protocol):
     def lost(self) -> str:
         """Return why the device can run no more steps; "" while it can."""
 
+    def times(self) -> list[tuple[str, StageTimes]]:
+        """Return what the steps took, by the name of each device; nothing if it is not measured."""
+
 
 class CpuResult:
     """The results of a step on a CPU, which draws no tokens."""
@@ -161,6 +166,7 @@ class CpuStage:
     def __init__(self, device: str, model: Model) -> None:
         self.device = device
         self._model = model
+        self._times = StageTimes()
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -174,12 +180,21 @@ class CpuStage:
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""
-        if received is not None:
-            self._model.receive(received)
+        handover_s, started = self._receive(received)
         handed = self._model.handed(self._model.run(batch), len(batch.tokens))
         if self._model.tap is not None:
             self._model.tap.end_step(batch)
+        busy_s = time.perf_counter() - started
+        self._times.add(busy_s=busy_s, handover_bytes=handed.nbytes, handover_s=handover_s)
         return handed
+
+    def _receive(self, received: HandedRows | None) -> tuple[float, float]:
+        """Copy the rows of the stage before; return how long that took, and the time now."""
+        started = now = time.perf_counter()
+        if received is not None:
+            self._model.receive(received)
+            now = time.perf_counter()
+        return now - started, now
 
     def step(
         self,
@@ -188,11 +203,11 @@ class CpuStage:
         received: HandedRows | None = None,
     ) -> CpuResult:
         """Run one step on the last stage; the engine draws its tokens."""
-        if received is not None:
-            self._model.receive(received)
+        handover_s, started = self._receive(received)
         hidden = self._model.forward(batch)
         if self._model.tap is not None:
             self._model.tap.end_step(batch)
+        self._times.add(busy_s=time.perf_counter() - started, handover_s=handover_s)
         return CpuResult(hidden, self._model.logits, self._model.normed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -216,6 +231,10 @@ class CpuStage:
     def lost(self) -> str:
         """Return "": a CPU is never lost."""
         return ""
+
+    def times(self) -> list[tuple[str, StageTimes]]:
+        """Return what the steps took."""
+        return [(self.device, self._times)]
 
 
 def pick_rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -200,9 +200,10 @@ class _Steps:
     def _step(self, header: Header, message: Message) -> None:
         batch = read_batch(header, message.tensors)
         rows, started = len(batch.tokens), time.perf_counter()
+        handover_bytes, handover_s = 0, 0.0
         received = self._neighbours.receive(rows)
         got = time.perf_counter()
-        told: Header = {"type": "result", "step": header["step"], "sent_bytes": 0, "sent_s": 0.0}
+        told: Header = {"type": "result", "step": header["step"]}
         answer: list[torch.Tensor] = []
         if self._last:
             result = self._stage.step(batch, (), received)
@@ -213,12 +214,11 @@ class _Steps:
             done = time.perf_counter()
         else:
             handed = self._stage.run(batch, received)
-            sent_bytes = self._neighbours.send(handed)
-            done = time.perf_counter()
-            told["sent_bytes"] = sent_bytes
-            told["sent_s"] = self._neighbours.last_send_s
+            handover_bytes = self._neighbours.send(handed)
+            done, handover_s = time.perf_counter(), self._neighbours.last_send_s
         told["waited_s"] = got - started
-        told["busy_s"] = done - got - told["sent_s"]
+        told["busy_s"] = done - got - handover_s
+        told["handover_bytes"], told["handover_s"] = handover_bytes, handover_s
         self._connection.send(told, answer)
 
     def _keep(self, step: int, result: StepResult) -> None:

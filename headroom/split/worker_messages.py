@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
 
 import torch
 
@@ -125,25 +124,6 @@ class LoadReport:
     def read(cls, header: Header) -> "LoadReport":
         """Return the report that a message gives."""
         return cls(**{field.name: header[field.name] for field in fields(cls)})
-
-
-@dataclass(slots=True)
-class StageTimes:
-    """What one stage's steps took, since the start."""
-
-    steps: int = 0
-    busy_s: float = 0.0  # computing
-    waited_s: float = 0.0  # for the rows of the stage before
-    sent_bytes: int = 0  # rows that were handed to the stage after
-    sent_s: float = 0.0  # copying them and waiting for room to send
-
-    def add(self, given: Mapping[str, Any]) -> None:
-        """Add what one step took."""
-        self.steps += 1
-        self.busy_s += float(given["busy_s"])
-        self.waited_s += float(given["waited_s"])
-        self.sent_bytes += int(given["sent_bytes"])
-        self.sent_s += float(given["sent_s"])
 
 
 def expect(header: Header, kind: str) -> Header:

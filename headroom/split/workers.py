@@ -38,11 +38,11 @@ from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.model import HandedRows
 from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
 from headroom.split.plan_digest import plan_digest
+from headroom.split.stage_times import StageTimes
 from headroom.split.wire import Connection, Header, Heartbeat, WireError
 from headroom.split.worker_messages import (
     LoadOrder,
     LoadReport,
-    StageTimes,
     expect,
     step_message,
 )
@@ -433,7 +433,7 @@ class Workers:
                     return
                 with self._changed:
                     if kind == "result":
-                        worker.times.add(header)
+                        worker.times.add_told(header)
                         if worker is self._workers[-1]:
                             self._answer("step", header["step"], tensors)
                     elif kind == "rows":
@@ -562,6 +562,11 @@ class WorkerChain:
         """Return "": lost workers are started again."""
         return ""
 
+    def times(self) -> list[tuple[str, StageTimes]]:
+        """Return what the steps of each worker took, by the name of its device."""
+        names = [device.name for device in self._workers.devices]
+        return list(zip(names, self._workers.times, strict=False))
+
 
 class ChainResult:
     """The results of a step of workers; they stay valid when later steps begin."""
@@ -622,6 +627,7 @@ class ChainRestarter:
 
     @on_loss.setter
     def on_loss(self, call: Callable[[], None]) -> None:
+        """Call this when a worker is lost."""
         self._workers.on_loss = call
 
     def trouble(self) -> str:

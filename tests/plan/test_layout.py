@@ -90,9 +90,7 @@ def check_composition(model: ModelShape, plan: Plan | Layout) -> None:
         own = model.layers[device.layers.first : device.layers.last + 1]
         lines = {line.name: line.bytes for line in device.lines}
         begins, ends = device is plan.devices[0], device is plan.devices[-1]
-        final = (
-            model.hidden * 4
-        )  # the final norm; what else is outside the layers makes their inputs
+        final = model.hidden * 4  # the final norm; the rest makes inputs of layers
         outer = (NORM - final if begins else 0) + (final if ends else 0)
         assert lines["core_weights"] == sum(x.core_bytes for x in own) + outer
         assert ("head" in lines) == (ends and (apart or bool(model.head_bytes)))

@@ -109,6 +109,7 @@ class FakeEngine:
         self.context = context
         self.words = "Hello, world."
         self.alive = True
+        self.trouble = ""
         self.capacity = 1000
         self.pause_s = 0.0
         self.prefill_s = 0.0

@@ -10,7 +10,6 @@ from headroom.split.wire import WireError
 from headroom.split.worker_messages import (
     LoadOrder,
     LoadReport,
-    StageTimes,
     expect,
     read_batch,
     step_message,
@@ -70,13 +69,6 @@ def test_a_step_arrives_with_its_pages_and_trees() -> None:
 def test_a_report_arrives() -> None:
     report = LoadReport({"kv": 3}, {"kv": 2}, 10, 0.5, 0.0)
     assert LoadReport.read(report.message()) == report
-
-
-def test_times_of_steps_add_up() -> None:
-    times = StageTimes()
-    for _ in range(2):
-        times.add({"busy_s": 0.25, "waited_s": 0.5, "sent_bytes": 100, "sent_s": 0.125})
-    assert times == StageTimes(2, 0.5, 1.0, 200, 0.25)
 
 
 def test_another_message_than_expected_is_refused() -> None:
