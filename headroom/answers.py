@@ -126,18 +126,18 @@ class AnswerReader:
         self._text = AnswerText(tokenizer, request.params.stop, self._parser, continues=continues)
         self._held: deque[_HeldToken] = deque()  # tokens whose text is not shown yet
         # The last delta of an answer that a stop text ended, kept until the engine's last event
-        # reports what the experts cost.
+        # reports what experts cost and stages took.
         self._last: AnswerDelta | None = None
 
     def read(self, event: TokenEvent) -> AnswerDelta:
         """Return what an event adds to the answer; nothing follows a delta with a finish reason."""
         if self._last is not None:
-            return self._end_with_experts(self._last, event)
+            return self._end_with_costs(self._last, event)
         delta = self._add(event)
         if delta.finish_reason is None or event.finish_reason is not None:
             return delta
         self._engine.cancel(self._request_id)
-        if not self._engine.tells_experts:
+        if not self._engine.reports_costs:
             return delta
         self._last = AnswerDelta(
             index=self._index,
@@ -207,15 +207,17 @@ class AnswerReader:
                 released.append(held.token)
         return tuple(released)
 
-    def _end_with_experts(self, last: AnswerDelta, event: TokenEvent) -> AnswerDelta:
+    def _end_with_costs(self, last: AnswerDelta, event: TokenEvent) -> AnswerDelta:
         """Return the answer's last delta at the engine's last event, else an empty delta.
 
-        The engine's last event reports what the experts cost, which the last delta must have.
+        The engine's last event reports what experts cost and stages took, which the last delta
+        must have.
         """
         if event.finish_reason is None:
             return AnswerDelta(index=self._index)
-        experts = event.timings.experts if event.timings is not None else None
-        return replace(last, timings=replace(last.timings, experts=experts))
+        told = event.timings or NO_TIME
+        timings = replace(last.timings, experts=told.experts, stages=told.stages)
+        return replace(last, timings=timings)
 
 
 def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:

@@ -26,10 +26,10 @@ from tests.text.tool_models import tool_template, tool_tokenizer
 
 
 class QuietEngine:
-    """Takes cancellations, and reports what experts cost if `tells_experts`."""
+    """Takes cancellations, and says at its end what experts cost if `reports_costs`."""
 
-    def __init__(self, *, tells_experts: bool = False) -> None:
-        self.tells_experts = tells_experts
+    def __init__(self, *, reports_costs: bool = False) -> None:
+        self.reports_costs = reports_costs
         self.cancelled: list[str] = []
 
     def cancel(self, request_id: str) -> None:
@@ -140,7 +140,7 @@ def test_an_answer_that_the_engine_ended_itself_is_not_cancelled() -> None:
 
 
 def test_the_end_at_a_stop_text_waits_for_what_the_experts_cost() -> None:
-    engine = QuietEngine(tells_experts=True)
+    engine = QuietEngine(reports_costs=True)
     reader = make_reader(engine, ["-"])
     first = reader.read(token_event(97, 1))
     stopped = reader.read(token_event(ord("-"), 2))

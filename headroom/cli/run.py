@@ -298,9 +298,8 @@ def warn_if_cut(answer: "Completion", params: SamplingParams, context: int) -> N
 def completion_json(completion: "Completion", params: SamplingParams) -> dict[str, Any]:
     """Return an answer as `--json` prints it."""
     decode_s = completion.timings.decode_s
-    times = asdict(completion.timings)
-    if times["experts"] is None:  # the model has no cold experts
-        del times["experts"]
+    # Models without cold experts have no "experts", those of one stage no "stages".
+    times = {name: x for name, x in asdict(completion.timings).items() if x is not None}
     rate = (completion.generated_tokens - 1) / decode_s if decode_s > 0 else None
     return {
         "text": completion.text,

@@ -36,6 +36,7 @@ from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, HeadroomError, ModelError, RequestError
 from headroom.plan.settings import PlanSettings
 from headroom.split.pipeline import Pipeline
+from headroom.split.stage_times import times_between
 from headroom.split.upkeep import ExpertUpkeep, ExpertView
 
 __all__ = ["Engine", "ExpertView"]
@@ -128,9 +129,13 @@ class Engine:
                 self._changed.notify()
 
     @property
-    def tells_experts(self) -> bool:
-        """Whether the last event of every request, even a cancelled one, reports expert costs."""
-        return self.upkeep is not None and self.upkeep.tells_requests
+    def reports_costs(self) -> bool:
+        """Whether the last event of a request reports what experts cost or stages took.
+
+        The last event of a cancelled request does so, too.
+        """
+        told = self.upkeep is not None and self.upkeep.tells_requests
+        return told or self._pipeline.has_stages
 
     def stats(self) -> EngineStats:
         """Return what the engine is doing and has done."""
@@ -283,7 +288,7 @@ class Engine:
         for turn in turns:
             turn.sequence.started_at = turn.sequence.started_at or now
         try:
-            self._read_experts_before(turns)
+            self._read_costs_before(turns)
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
             result = self._pipeline.step(batch, list_draws(outputs))
@@ -446,15 +451,18 @@ class Engine:
         if event.finish_reason is not None:
             self._scheduler.remove(sequence)
             self._counters.finished[event.finish_reason] += 1
-            event = self._with_experts(sequence, event)
+            event = self._with_costs(sequence, event)
             with self._changed:
                 self._live.pop(sequence.request.id, None)
                 # A cancellation that came too late must not end the next request with this id.
                 self._cancelled.discard(sequence.request.id)
         self._call_reader(sequence, event)
 
-    def _read_experts_before(self, turns: list[Turn]) -> None:
-        """Record the expert counters before the first step of each new request."""
+    def _read_costs_before(self, turns: list[Turn]) -> None:
+        """Record counters of experts and stages before the first step of each new request."""
+        for sequence in (turn.sequence for turn in turns):
+            if sequence.stages_before is None:
+                sequence.stages_before = self._pipeline.stage_times()
         new = [turn.sequence for turn in turns if turn.sequence.experts_before is None]
         if self.upkeep is None or not new:
             return
@@ -462,12 +470,17 @@ class Engine:
         for sequence in new:
             sequence.experts_before = before
 
-    def _with_experts(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
-        """Return a request's last event with the cost of its cold experts."""
-        if self.upkeep is None or event.timings is None or event.finish_reason == "error":
+    def _with_costs(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
+        """Return a request's last event with what its cold experts cost and each stage took."""
+        timings = event.timings
+        if timings is None or event.finish_reason == "error":
             return event
-        experts = self.upkeep.end_request(sequence.experts_before)
-        return replace(event, timings=replace(event.timings, experts=experts))
+        if self.upkeep is not None:
+            timings = replace(timings, experts=self.upkeep.end_request(sequence.experts_before))
+        if sequence.stages_before:
+            stages = times_between(sequence.stages_before, self._pipeline.stage_times())
+            timings = replace(timings, stages=stages)
+        return replace(event, timings=timings)
 
     def _call_reader(self, sequence: Sequence, event: TokenEvent) -> None:
         try:

@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -239,6 +239,9 @@ class Timings:
     decode_s: float  # from its first token to its last
     # What cold experts cost while the request ran; with the last event, if the model has any.
     experts: Mapping[str, object] | None = None
+    # What the steps of each stage took while the request ran; with the last event, if there are
+    # several stages.
+    stages: Sequence[Mapping[str, object]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

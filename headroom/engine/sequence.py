@@ -14,6 +14,7 @@ from headroom.engine.request import (
     TokenEvent,
     TokenLogprobs,
 )
+from headroom.split.stage_times import NamedTimes
 from headroom.split.upkeep import ExpertTelemetry
 
 
@@ -39,6 +40,7 @@ class Sequence:
     started_at: float | None = None  # start of its first step
     first_token_at: float | None = None
     experts_before: ExpertTelemetry | None = None  # counters before its first step
+    stages_before: NamedTimes | None = None  # times of the stages before its first step
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:

@@ -200,6 +200,8 @@ def usage_and_timings(
     longest = max(times, key=lambda time: time.decode_s)
     if longest.experts is not None:
         timings["experts"] = longest.experts
+    if longest.stages is not None:
+        timings["stages"] = longest.stages
     return {"usage": usage, "timings": timings}
 
 

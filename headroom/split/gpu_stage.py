@@ -23,7 +23,7 @@ from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
 from headroom.split.model import HandedRows, Model
 from headroom.split.stage import pick_rows
-from headroom.split.stage_times import GpuClock, StageTimes
+from headroom.split.stage_times import GpuClock, NamedTimes
 from headroom.split.step_inputs import StepInputs, StepKind, kind_of
 
 log = logging.getLogger(__name__)
@@ -364,7 +364,7 @@ class GpuStage:
             log.warning("close: %s: %s", self.device, str(error).partition("\n")[0])
         self._model.decode_worker.close()
 
-    def times(self) -> list[tuple[str, StageTimes]]:
+    def times(self) -> NamedTimes:
         """Return what the steps took that the GPU has ended; a hand-over is part of a step."""
         return [(self.device, self._clock.times())]
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
 from headroom.split.stage import Stage, StepResult
-from headroom.split.stage_times import StageTimes
+from headroom.split.stage_times import NamedTimes
 
 NO_MEMORY: "Mapping[str, StageMemory]" = MappingProxyType({})
 
@@ -152,10 +152,18 @@ class Pipeline:
             for device, memory in self._memory.items()
         ]
 
-    def stage_times(self) -> list[tuple[str, StageTimes]]:
-        """Return what the steps of each stage took, by device, if there are several stages."""
-        times = [found for stage in self._stages for found in stage.times()]
-        return times if len(times) > 1 else []
+    @property
+    def has_stages(self) -> bool:
+        """Whether the layers are shared among several stages."""
+        return self.depth > 1 or len(self._stages) > 1
+
+    def stage_times(self) -> NamedTimes:
+        """Return what the steps of each stage took, if there are several; later steps add to it."""
+        if not self.has_stages:
+            return []
+        return [
+            (device, replace(times)) for stage in self._stages for device, times in stage.times()
+        ]
 
     def lost(self) -> str:
         """Return which device can run no more steps, and why; "" while all can."""

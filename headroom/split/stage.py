@@ -11,7 +11,7 @@ from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.model import HandedRows, Model
-from headroom.split.stage_times import StageTimes
+from headroom.split.stage_times import NamedTimes, StageTimes
 
 
 class StepResult(Protocol):
@@ -123,7 +123,7 @@ class Stage(Protocol):
     def lost(self) -> str:
         """Return why the device can run no more steps; "" while it can."""
 
-    def times(self) -> list[tuple[str, StageTimes]]:
+    def times(self) -> NamedTimes:
         """Return what the steps took, by the name of each device; nothing if it is not measured."""
 
 
@@ -232,7 +232,7 @@ class CpuStage:
         """Return "": a CPU is never lost."""
         return ""
 
-    def times(self) -> list[tuple[str, StageTimes]]:
+    def times(self) -> NamedTimes:
         """Return what the steps took."""
         return [(self.device, self._times)]
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,16 @@ class StageTimes:
         self.handover_bytes += handover_bytes
         self.handover_s += handover_s
 
+    def since(self, before: "StageTimes") -> "StageTimes":
+        """Return what the steps took that were added after `before` was taken."""
+        return StageTimes(
+            steps=self.steps - before.steps,
+            busy_s=self.busy_s - before.busy_s,
+            waited_s=self.waited_s - before.waited_s,
+            handover_bytes=self.handover_bytes - before.handover_bytes,
+            handover_s=self.handover_s - before.handover_s,
+        )
+
     def add_told(self, told: Mapping[str, Any]) -> None:
         """Add what a worker has told of a step."""
         self.add(
@@ -41,6 +51,22 @@ class StageTimes:
             handover_bytes=int(told["handover_bytes"]),
             handover_s=float(told["handover_s"]),
         )
+
+
+# What the steps of each stage took, with the name of its device, in the order of the stages.
+NamedTimes = list[tuple[str, StageTimes]]
+
+
+def times_between(before: NamedTimes, after: NamedTimes) -> list[dict[str, Any]]:
+    """Return what the steps of each stage took between two readings, as plain data.
+
+    A worker that was started again in between has counted from 0, so all that it counted is new.
+    """
+    found = []
+    for (device, old), (_, new) in zip(before, after, strict=True):
+        restarted = new.steps < old.steps
+        found.append({"device": device, **asdict(new if restarted else new.since(old))})
+    return found
 
 
 class _TimedStep(NamedTuple):

@@ -38,7 +38,7 @@ from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.model import HandedRows
 from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
 from headroom.split.plan_digest import plan_digest
-from headroom.split.stage_times import StageTimes
+from headroom.split.stage_times import NamedTimes, StageTimes
 from headroom.split.wire import Connection, Header, Heartbeat, WireError
 from headroom.split.worker_messages import (
     LoadOrder,
@@ -562,7 +562,7 @@ class WorkerChain:
         """Return "": lost workers are started again."""
         return ""
 
-    def times(self) -> list[tuple[str, StageTimes]]:
+    def times(self) -> NamedTimes:
         """Return what the steps of each worker took, by the name of its device."""
         names = [device.name for device in self._workers.devices]
         return list(zip(names, self._workers.times, strict=False))

@@ -116,7 +116,7 @@ class FakeEngine:
         self.fails_after: int | None = None  # tokens
         self.experts: ExpertTelemetry | None = None
         self.timings = TIMINGS
-        self.tells_experts = False
+        self.reports_costs = False
         self.cost: dict[str, object] | None = None  # of experts; only the last event reports it
         self.takes: int | None = None  # requests in all; further ones are refused
         self.most_running = 0

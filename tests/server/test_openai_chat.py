@@ -58,7 +58,7 @@ def test_an_answer_that_a_stop_text_ends_reports_the_cost_of_its_experts(
     llm.engine.cost, llm.engine.pause_s = {"hit_rate": 0.5}, 0.01
     # An engine that reports no expert costs.
     assert "experts" not in ask(client, stop=["wor"])["timings"]
-    llm.engine.tells_experts = True
+    llm.engine.reports_costs = True
     answer = ask(client, stop=["wor"])
     (choice,) = answer["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello, ", "stop")

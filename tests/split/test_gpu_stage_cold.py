@@ -147,3 +147,4 @@ def test_tokens_of_a_failed_step_are_not_used(worker: NotedWorker) -> None:
     assert last.finish_reason == "error"
     assert not engine.alive
     assert f"cuda:0 is lost: {NO_ANSWER}" in str(engine._failure)
+    engine.close()

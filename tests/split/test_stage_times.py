@@ -1,6 +1,6 @@
 """What the steps of a stage took adds up, as a worker tells it and as it is measured here."""
 
-from headroom.split.stage_times import StageTimes
+from headroom.split.stage_times import StageTimes, times_between
 
 
 def test_times_of_steps_add_up() -> None:
@@ -9,3 +9,25 @@ def test_times_of_steps_add_up() -> None:
     times.add_told({**told, "type": "result", "step": 3})
     times.add(busy_s=0.5, handover_bytes=7)
     assert times == StageTimes(2, 0.75, 0.5, 107, 0.125)
+
+
+def test_an_answer_is_told_what_the_stages_took_while_it_ran() -> None:
+    before = [("cpu", StageTimes(2, 1.0, 0.5, 100, 0.25)), ("cpu:1", StageTimes())]
+    after = [("cpu", StageTimes(5, 1.5, 0.75, 160, 0.5)), ("cpu:1", StageTimes(3, 2.0))]
+    zero = {"waited_s": 0.0, "handover_bytes": 0, "handover_s": 0.0}
+    assert times_between(before, after) == [
+        {
+            "device": "cpu",
+            "steps": 3,
+            "busy_s": 0.5,
+            "waited_s": 0.25,
+            "handover_bytes": 60,
+            "handover_s": 0.25,
+        },
+        {"device": "cpu:1", "steps": 3, "busy_s": 2.0, **zero},
+    ]
+
+
+def test_a_worker_that_was_started_again_meanwhile_has_counted_from_nothing() -> None:
+    times = times_between([("cpu", StageTimes(9, 4.0))], [("cpu", StageTimes(2, 0.5))])
+    assert (times[0]["steps"], times[0]["busy_s"]) == (2, 0.5)

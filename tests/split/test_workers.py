@@ -165,6 +165,19 @@ def test_running_requests_get_an_error_and_the_next_one_works(llm: LLM) -> None:
         assert llm.engine.trouble == ""
 
 
+def test_an_answer_reports_what_each_worker_took(llm: LLM) -> None:
+    timings = Asked(llm.engine, "timed", 30).end(20)[0].timings
+    assert timings is not None
+    assert timings.stages is not None
+    first, last = timings.stages
+    steps = int(str(first["steps"]))
+    assert 29 <= steps <= 30  # the first worker may tell of the last step after the answer's end
+    rows = 4 + steps  # the first step has the five rows of the prompt
+    assert first["handover_bytes"] == rows * llama_config().hidden_size * 4
+    assert last["handover_bytes"] == 0
+    assert float(str(last["busy_s"])) > 0
+
+
 def test_a_worker_that_is_lost_while_nothing_runs_is_started_again_at_once(llm: LLM) -> None:
     lost = pids(llm)[1]
     os.kill(lost, signal.SIGKILL)
