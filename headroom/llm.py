@@ -125,18 +125,33 @@ class OpenedModel:
 
     @property
     def device(self) -> str:
-        """The device that runs the model, as a plan names it: "cpu", "cuda:0" or "hip:0"."""
-        return self.plan.devices[0].name
+        """The device that runs the model, as a plan names it: "cpu", "cuda:0" or "hip:0".
+
+        If several devices share the layers, this is the first GPU, or the first device.
+        """
+        devices = self.plan.devices
+        gpu = next((device for device in devices if device.kind != "cpu"), devices[0])
+        return gpu.name
 
     @property
     def torch_device(self) -> str:
-        """The device that runs the model, as torch names it: "cpu" or "cuda:0"."""
+        """The device that runs the model, as torch names it: "cpu" or "cuda:0".
+
+        A GPU of a worker has no name here.
+        """
+        if self.in_workers:
+            return "cpu"
         return torch_name(self.device)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the model's steps run on a GPU, asynchronously to the host."""
-        return self.device != "cpu"
+        """Whether steps run on a GPU of this process, asynchronously to the host."""
+        return not (self.in_workers or self.pipeline.on_cpu)
+
+    @property
+    def in_workers(self) -> bool:
+        """Whether other processes run the layers."""
+        return self.plan.problem.options.workers is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from headroom.bench.expert_use import ExpertUse
 from headroom.bench.traffic import Traffic
 from headroom.errors import OptionError
 from headroom.split.pipeline import LoadTimes
+from headroom.split.stage_times import NamedTimes
 
 FIGURE_KINDS = ("prompts", "decode", "verify", "parts")
 # Kinds that look into the steps of other kinds, at least one of which must be measured, too.
@@ -122,6 +123,25 @@ class PromptFigure:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class StageFigure:
+    """What one stage took for a step, as the mean over the measured steps."""
+
+    device: str
+    busy_s: float  # computing
+    handover_s: float  # handing rows to the stage after, or taking them from the stage before
+
+
+def stage_figures(before: NamedTimes, after: NamedTimes) -> tuple[StageFigure, ...]:
+    """Return what the stages took between two readings; nothing if one stage runs all layers."""
+    found = []
+    for (device, old), (_, new) in zip(before, after, strict=True):
+        steps = new.since(old)
+        count = max(1, steps.steps)
+        found.append(StageFigure(device, steps.busy_s / count, steps.handover_s / count))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeFigure:
     """The speed of sequences that decode together."""
@@ -133,6 +153,7 @@ class DecodeFigure:
     pipeline_s: float  # of the network alone: a step from token ids to logits
     traffic: Traffic  # bytes of one step
     experts: ExpertUse | None = None  # None: the model has no routed experts
+    stages: tuple[StageFigure, ...] = ()  # empty: one stage runs all layers
 
     @property
     def tokens_per_s(self) -> float:

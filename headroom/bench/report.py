@@ -140,6 +140,7 @@ def _decode_json(figure: DecodeFigure, report: Report) -> dict[str, Any]:
         "step_bytes": asdict(figure.traffic) | {"total": figure.traffic.total},
         "limit_tokens_per_s": figure.limit(report.bandwidth.bytes_per_s),
         "share": report.share(figure),
+        "stages": [asdict(stage) for stage in figure.stages],
         "experts": report.experts and report.experts.use_json(figure.experts),
     }
 

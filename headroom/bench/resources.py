@@ -2,6 +2,7 @@
 
 import platform
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 from headroom.kernels.native.measure import read_bandwidth
 from headroom.kernels.native.module import MODULE
 from headroom.llm import OpenedModel
-from headroom.machine.devices import detect_cpu, torch_name
+from headroom.machine.devices import detect_cpu, physical_name, torch_name
 from headroom.machine.measure import copy_bandwidth, measure_cpu, measure_link
+from headroom.plan.plan import Plan
 from headroom.units import counted
 
 _STATUS, _CPUS = Path("/proc/self/status"), Path("/proc/cpuinfo")
@@ -52,25 +54,36 @@ def cold_bandwidths(opened: OpenedModel) -> dict[str, float]:
     return {"gpu": link.read, "stream": link.copy, "cpu": host}
 
 
-def start_counting(device: str) -> None:
+def start_counting(plan: Plan) -> None:
     """Reset torch's peak memory; to be called before a model is loaded."""
-    if device != "cpu":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        torch.cuda.reset_peak_memory_stats(torch_name(device))
+    for device in plan.devices:
+        if device.kind != "cpu":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            torch.cuda.reset_peak_memory_stats(torch_name(device.name))
 
 
-def lift_limit(device: str) -> None:
+def lift_limit(gpu: str) -> None:
     """Let the profiler take memory beyond `--device-memory`, which limits the model."""
-    if device != "cpu":
-        torch.cuda.set_per_process_memory_fraction(1.0, torch_name(device))
+    torch.cuda.set_per_process_memory_fraction(1.0, gpu)
 
 
 def memory_use(opened: OpenedModel) -> dict[str, Any]:
     """Return the memory of the device that was used, and the bytes that were planned."""
-    plan = opened.plan.devices[0]
-    planned = {line.name: line.bytes for line in plan.lines if line.name != "reserve"}
+    planned: Counter[str] = Counter()  # by the plan's line, of all stages on the device
+    for stage in opened.plan.devices:
+        if opened.in_workers or physical_name(stage.name) == physical_name(opened.device):
+            planned.update(
+                {line.name: line.bytes for line in stage.lines if line.name != "reserve"}
+            )
     found: dict[str, Any] = {"lines": planned, "loaded": dict(opened.pipeline.allocated)}
-    if opened.on_gpu:
+    if opened.in_workers:
+        memory = opened.pipeline.memory()
+        found |= {
+            "planned_bytes": sum(device.planned_bytes for device in memory),
+            "peak_bytes": sum(device.used_bytes for device in memory),
+            "peak_is": "what the workers have allocated",
+        }
+    elif opened.on_gpu:
         free, total = torch.cuda.mem_get_info(opened.torch_device)
         found |= {
             # Torch allocates all lines but "runtime", which is the driver's.

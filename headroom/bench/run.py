@@ -30,7 +30,7 @@ from headroom.bench.resources import (
 )
 from headroom.bench.schema import SchemaBench
 from headroom.bench.speeds import SpeedBench
-from headroom.errors import HeadroomError, PlanError
+from headroom.errors import HeadroomError, OptionError, PlanError
 from headroom.experts.taps import ImposedTrace, traced_layers
 from headroom.experts.trace import RoutingTrace, check_shape, load_trace
 from headroom.experts.trace_stats import trace_stats
@@ -71,14 +71,18 @@ def run_bench(
     trace = None if routing_trace is None else load_trace(routing_trace)
     if trace is not None and routing_trace is not None:
         check_shape(trace, traced_layers(shape), routing_trace)
-    options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
-    # The peer runs before our model is loaded and again after it is freed.
-    if peer is not None:
-        setup = setup_peer(plan, shape, options)
-        steps.begin("llama-bench, first time")
-        first = peer.run(path, setup, settings)
+    if options.workers is not None:
+        check_with_workers(options, compares=peer is not None, traces=trace is not None)
+        options = with_room(options, settings, shape)
+    else:
+        options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
+        # The peer runs before our model is loaded and again after it is freed.
+        if peer is not None:
+            setup = setup_peer(plan, shape, options)
+            steps.begin("llama-bench, first time")
+            first = peer.run(path, setup, settings)
+        start_counting(plan)
     steps.begin("loading")
-    start_counting(plan.devices[0].name)
     started = time.perf_counter()
     tap = None if trace is None else ImposedTrace(trace)
     opened = open_engine(model, options, _show_percent(steps), measuring=True, tap=tap)
@@ -130,7 +134,19 @@ def with_device(options: Options, shape: ModelShape) -> Options:
     """Return options that name a device; if none is given, the one that a run would choose."""
     if options.device is not None:
         return options
-    return replace(options, device=make_run_plan(shape, options).devices[0].name)
+    devices = make_run_plan(shape, options).devices
+    return replace(options, device=",".join(device.name for device in devices))
+
+
+def check_with_workers(options: Options, *, compares: bool, traces: bool) -> None:
+    """Refuse what can only be measured if the layers run in this process."""
+    flags = [name for name, given in (("compare", compares), ("routing-trace", traces)) if given]
+    if flags:
+        raise OptionError(
+            f"--{flags[0]} measures a model in this process, not in --workers {options.workers}.",
+            hint=f"Leave out --workers or --{flags[0]}.",
+            param="workers",
+        )
 
 
 def make_fitting_plan(
@@ -190,10 +206,13 @@ def _measure(
         steps.begin("answers under a schema")
         SchemaBench(opened, settings, Tokenizer.from_checkpoint(checkpoint), figures).run()
     memory = memory_use(opened)  # before the profiler takes some
-    lift_limit(opened.device)
+    if opened.on_gpu:
+        lift_limit(opened.torch_device)
     upkeep = opened.engine.upkeep  # may be called here, since no request runs
     totals = None if upkeep is None else upkeep.read()
-    if "parts" in settings.only:
+    if "parts" in settings.only and opened.in_workers:
+        figures.left_out.append("parts: the layers run in other processes")
+    elif "parts" in settings.only:
         steps.begin("parts of a step")
         try:
             measure_parts(opened, figures, settings)

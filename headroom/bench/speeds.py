@@ -10,11 +10,13 @@ from headroom.bench.figures import (
     Figures,
     PromptFigure,
     VerifyFigure,
+    stage_figures,
 )
 from headroom.bench.traffic import VisitRates, step_traffic
 from headroom.bench.workload import (
     ConcurrentRequests,
     DecodeMeasurement,
+    Reading,
     TimedRequest,
     move_trace,
     random_prompt,
@@ -137,12 +139,11 @@ class SpeedBench:
             self._opened.engine, context, batches[0], self._params
         )  # fmt: skip
         measured = []
-        read = None if self._opened.engine.upkeep is None else self._read_now
         try:
             requests.start()
             for batch in batches:
                 requests.shrink(batch)
-                decoded = requests.decode(self._settings.tokens, self._settings.warm, read)
+                decoded = requests.decode(self._settings.tokens, self._settings.warm, self._reading)
                 measured.append((batch, decoded))
         finally:
             requests.close()
@@ -155,6 +156,11 @@ class SpeedBench:
         self, context: int, batch: int, decoded: DecodeMeasurement, rates: VisitRates | None
     ) -> DecodeFigure:
         opened, mean = self._opened, decoded.mean_context
+        assert decoded.readings is not None
+        before, after = decoded.readings
+        used = None
+        if before.experts is not None and after.experts is not None:
+            used = use_between(before.experts, after.experts)
         return DecodeFigure(
             batch=batch,
             context=context,
@@ -162,16 +168,20 @@ class SpeedBench:
             step_s=decoded.step_s,
             pipeline_s=step_seconds(opened, round(mean), batch=batch),
             traffic=step_traffic(opened.shape, self._plan, [mean] * batch, rates),
-            experts=None if decoded.readings is None else use_between(*decoded.readings),
+            experts=used,
+            stages=stage_figures(before.stages, after.stages),
         )
 
-    def _read(self) -> TelemetryReading | None:
-        """Read the expert counters while no request runs; None if the model has no experts."""
-        return None if self._opened.engine.upkeep is None else self._read_now()
+    def _reading(self) -> Reading:
+        return Reading(self._read(), self._opened.pipeline.stage_times())
 
-    def _read_now(self) -> TelemetryReading:
-        assert self._opened.engine.upkeep is not None
-        return read_experts(self._opened.engine.upkeep)
+    def _read(self) -> TelemetryReading | None:
+        """Read the expert counters; None if the model has no experts.
+
+        No request may run, or the engine's thread reads.
+        """
+        upkeep = self._opened.engine.upkeep
+        return None if upkeep is None else read_experts(upkeep)
 
     def _counts(self) -> list[list[int]]:
         routing = self._opened.pipeline.routing

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from headroom.experts.taps import ImposedTrace
 from headroom.layers.batch import Batch
 from headroom.llm import OpenedModel
 from headroom.plan.settings import pages_for
+from headroom.split.stage_times import NamedTimes
 
 _NUMBERS = itertools.count()
 VARIANTS = 8  # different steps that take turns, so that no expert stays in a CPU's cache
@@ -96,15 +98,21 @@ class TimedRequest:
                 self._changed.notify()
 
 
+class Reading(NamedTuple):
+    """Counters of the engine at one time."""
+
+    experts: TelemetryReading | None  # None: the model has no experts
+    stages: NamedTimes  # empty: one stage runs all layers
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeMeasurement:
     """Steps in which all concurrent requests decoded."""
 
     step_s: float  # mean time of a step
     mean_context: float  # mean number of tokens that a request had in the cache
-    # Expert telemetry, if the model has experts: a few steps before the first measured step, and
-    # after the last.
-    readings: tuple[TelemetryReading, TelemetryReading] | None = None
+    # A few steps before the first measured step, and after the last.
+    readings: "tuple[Reading, Reading] | None" = None
 
 
 class ConcurrentRequests:
@@ -135,15 +143,15 @@ class ConcurrentRequests:
             answer.wait(1)
 
     def decode(
-        self, tokens: int, warm: int, read: Callable[[], TelemetryReading] | None = None
+        self, tokens: int, warm: int, read: Callable[[], Reading] | None = None
     ) -> DecodeMeasurement:
         """Let each request decode `warm` tokens, then measure `tokens` more.
 
-        `read` reads the expert telemetry; the engine's thread calls it before and after.
+        The engine's thread calls `read` before and after.
         """
         # The request that began last: when it had its first token, all others were decoding.
         slow = max(self.answers, key=lambda answer: answer.times[0])
-        readings: list[TelemetryReading] = []
+        readings: list[Reading] = []
 
         def take() -> None:
             if read is not None:
@@ -214,12 +222,16 @@ def run_steps(
 
 
 def _run(opened: OpenedModel, step: Batch) -> None:
-    hidden = opened.pipeline.forward(step)
+    result = opened.pipeline.step(step)
     if opened.on_gpu:
         return  # a captured step computes the logits, too; they stay on the GPU
     most = opened.plan.settings.parallel
-    for first in range(0, len(hidden), most):
-        opened.pipeline.logits(hidden[first : first + most])
+    rows = range(len(step.output_rows))
+    for first in range(0, len(rows), most):
+        if opened.in_workers:
+            result.logits(rows[first : first + most])
+        else:
+            opened.pipeline.logits(result.hidden[first : first + most])
 
 
 def _wait(opened: OpenedModel) -> None:

@@ -24,6 +24,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _prompt_table(report)
     if report.figures.decodes:
         yield _decode_table(report)
+    if any(figure.stages for figure in report.figures.decodes):
+        yield _stage_table(report)
     if report.figures.schemas:
         yield _schema_table(report)
     if report.figures.verify is not None:
@@ -97,6 +99,22 @@ def _decode_table(report: Report) -> Table:
             f"{figure.traffic.total / 1e9:.3f}",
             f"{100 * report.share(figure):.0f} %",
         )
+    return table
+
+
+def _stage_table(report: Report) -> Table:
+    """Return a table with a row for each decode figure, and a column for each stage."""
+    predicted = report.plan.predicted.stages
+    heads = [f"{stage.device} ms" for stage in predicted]
+    table = Table("", *heads, "hand-over ms", title="stages of a step")
+    for figure in report.figures.decodes:
+        busy = [stage.busy_s for stage in figure.stages]
+        handed = sum(stage.handover_s for stage in figure.stages)
+        cells = [f"{1e3 * s:.2f} ({100 * s / sum(busy):.0f} %)" for s in busy]
+        table.add_row(_decode_name(figure.batch, figure.context), *cells, f"{1e3 * handed:.3f}")
+    whole = sum(stage.decode_s for stage in predicted)
+    cells = [f"{1e3 * x.decode_s:.2f} ({100 * x.decode_s / whole:.0f} %)" for x in predicted]
+    table.add_row("predicted for batch 1", *cells, "")
     return table
 
 

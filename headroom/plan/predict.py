@@ -1,6 +1,6 @@
 """predict(): the tokens per second of a plan, by the cost model and the bytes of its layout."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +31,15 @@ from headroom.plan.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """What the layers of one device take."""
+
+    device: str
+    decode_s: float  # a token of one sequence, with its cold experts
+    prefill_s: float  # a chunk of a prompt
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The speed to expect, and what limits it."""
 
@@ -38,6 +47,11 @@ class Prediction:
     prefill_tokens_per_s: float
     bound_by: str  # what the largest part of a decode step is spent on
     estimate: bool  # False once the speeds of all devices in use were measured
+    stages: tuple[StagePrediction, ...]  # one for each device that runs layers
+
+    def decode_share(self, stage: StagePrediction) -> float:
+        """Return the share of a token's time that a stage takes."""
+        return stage.decode_s * self.decode_tokens_per_s
 
 
 def predict(
@@ -46,25 +60,28 @@ def predict(
     """Return the speed of a layout. Layers run one after another, so their times add up."""
     host = next((device for device in devices if device.kind == "cpu"), None)
     pinned = layout.host.pinning in (None, Pinning.PINNED)
-    decode: dict[str, float] = {}
-    prefill_s = 0.0
+    decode: defaultdict[str, float] = defaultdict(float)  # seconds by what they are spent on
+    parts: list[StagePrediction] = []
     for stage, plan in zip(stages, layout.devices, strict=True):
         device, settings = stage.device, stage.settings
         work = _StageWork(stage.model, plan, settings)
         speeds = cold_speeds_of(device, host or device)
         in_decode = decode_speeds(speeds, settings.cold, pinned)
-        for name, seconds in _decode_parts(work, device, in_decode).items():
-            decode[name] = decode.get(name, 0.0) + seconds
-        prefill_s += _prefill_seconds(work, device, prefill_speeds(speeds, settings.cold))
+        own = _decode_parts(work, device, in_decode)
+        for name, seconds in own.items():
+            decode[name] += seconds
+        prefill_s = _prefill_seconds(work, device, prefill_speeds(speeds, settings.cold))
+        parts.append(StagePrediction(plan.name, sum(own.values()), prefill_s))
     used = {plan.name for plan in layout.devices}
     if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
         used.add(host.name)
     measured = all(device.measured for device in devices if device.name in used)
     return Prediction(
         decode_tokens_per_s=1 / sum(decode.values()),
-        prefill_tokens_per_s=stages[0].settings.chunk / prefill_s,
+        prefill_tokens_per_s=stages[0].settings.chunk / sum(part.prefill_s for part in parts),
         bound_by=max(decode, key=lambda name: decode[name]),
         estimate=not measured,
+        stages=tuple(parts),
     )
 
 

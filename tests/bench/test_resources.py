@@ -9,6 +9,7 @@ import torch
 from headroom.bench import resources
 from headroom.bench.resources import lift_limit, memory_use, start_counting
 from headroom.plan.lines import Line
+from headroom.split.pipeline import DeviceMemory
 
 LINES = (
     Line("core_weights", 600, ""),
@@ -18,15 +19,22 @@ LINES = (
 )
 
 
-def opened(device: str) -> Any:
-    place = device.replace("hip", "cuda")
-    planned = SimpleNamespace(lines=LINES)
+def opened(device: str, *others: str, in_workers: bool = False) -> Any:
+    stages = [SimpleNamespace(name=name, lines=LINES) for name in (device, *others)]
+    memory = [DeviceMemory(stage.name, planned_bytes=900, used_bytes=800) for stage in stages]
     return SimpleNamespace(
-        plan=SimpleNamespace(devices=[planned]),
-        pipeline=SimpleNamespace(allocated={"core_weights": 600}),
-        on_gpu=device != "cpu",
-        torch_device=place,
+        plan=SimpleNamespace(devices=stages),
+        pipeline=SimpleNamespace(allocated={"core_weights": 600}, memory=lambda: memory),
+        device=device,
+        on_gpu=not device.startswith("cpu"),
+        in_workers=in_workers,
+        torch_device=device.replace("hip", "cuda"),
     )
+
+
+def plan_on(device: str) -> Any:
+    kind = device.partition(":")[0]
+    return SimpleNamespace(devices=[SimpleNamespace(name=device, kind=kind)])
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "hip:1"])
@@ -54,6 +62,21 @@ def test_a_cpus_peak_is_the_memory_of_the_process(monkeypatch: pytest.MonkeyPatc
     assert found["peak_resident_bytes"] == 2000
 
 
+def test_stages_on_one_device_are_held_to_its_peak_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resources, "_status", {"RssAnon": 950, "VmHWM": 2000}.__getitem__)
+    assert memory_use(opened("cpu", "cpu#2"))["planned_bytes"] == 2 * 950
+    assert memory_use(opened("cpu", "cuda:0"))["planned_bytes"] == 950
+
+
+def test_workers_are_held_to_what_they_have_allocated() -> None:
+    found = memory_use(opened("cpu#1", "cpu#2", in_workers=True))
+    assert (found["planned_bytes"], found["peak_bytes"]) == (1800, 1600)
+    assert found["peak_is"] == "what the workers have allocated"
+    assert found["lines"]["kv"] == 600
+
+
 def test_counting_starts_anew_on_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append(("init",)))
@@ -63,9 +86,8 @@ def test_counting_starts_anew_on_the_device_itself(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         torch.cuda, "set_per_process_memory_fraction", lambda *given: calls.append(given)
     )
-    start_counting("cpu")
-    lift_limit("cpu")
+    start_counting(plan_on("cpu"))
     assert calls == []
-    start_counting("hip:1")
-    lift_limit("hip:1")
+    start_counting(plan_on("hip:1"))
+    lift_limit("cuda:1")
     assert calls == [("init",), ("reset", "cuda:1"), (1.0, "cuda:1")]

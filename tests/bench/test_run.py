@@ -1,5 +1,6 @@
 """A whole run on small synthesised models: what is measured, and what is left out with a reason."""
 
+import io
 import json
 import logging
 from dataclasses import replace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from headroom.bench import run
 from headroom.bench.figures import QUICK, BenchSettings, DecodeFigure, PartFigure, PartTimes
@@ -124,6 +126,35 @@ def test_the_report_is_one_json_object_with_all_figures(report: Report) -> None:
     assert found["experts"]["layer_hit_rates"] == [1.0] * 4
     assert "gaps" in found["parts"][0]["parts"]
     assert "compare" not in found
+
+
+@pytest.mark.parametrize("given", [{"device": "cpu,cpu"}, {"workers": "2"}], ids=str)
+def test_stages_are_measured_and_predicted(tmp_path: Path, given: dict[str, str]) -> None:
+    path = written(tmp_path, "llama", 4)
+    settings = replace(SMALL, prompts=(16,), contexts=(8,), batches=(1, 2))
+    report = run_bench(path, Options(model=str(path), threads=1, **given), settings)  # type: ignore[arg-type]
+    predicted = report_json(report)["plan"]["predicted"]["stages"]
+    for one in report_json(report)["decodes"]:
+        first, last = one["stages"]
+        assert [first["device"], last["device"]] == [stage["device"] for stage in predicted]
+        assert 0 < first["busy_s"] + last["busy_s"] < one["step_s"] * 2
+        assert first["handover_s"] + last["handover_s"] > 0
+    console = Console(file=io.StringIO(), record=True, width=200)
+    for table in report_tables(report):
+        console.print(table)
+    shown = console.export_text()
+    assert "stages of a step" in shown
+    assert f"{1e3 * predicted[0]['decode_s']:.2f} (" in shown
+    left_out = ["parts: the layers run in other processes"] if "workers" in given else []
+    assert report.figures.left_out == left_out
+
+
+@pytest.mark.parametrize("flag", ["compare", "routing-trace"])
+def test_what_needs_the_layers_in_this_process_is_refused_with_workers(flag: str) -> None:
+    given = {"compares": flag == "compare", "traces": flag == "routing-trace"}
+    with pytest.raises(OptionError, match=f"--{flag} measures a model in this process"):
+        run.check_with_workers(Options(workers="2"), **given)
+    run.check_with_workers(Options(workers="2"), compares=False, traces=False)
 
 
 def test_measuring_leaves_no_statistics_behind(report: Report) -> None:
@@ -289,10 +320,13 @@ def test_the_device_is_the_one_that_a_run_would_choose(
 
     def chosen(shape: object, options: Options) -> SimpleNamespace:
         asked.append(options.device)
-        return SimpleNamespace(devices=[SimpleNamespace(name="cuda:1")])
+        return SimpleNamespace(
+            devices=[SimpleNamespace(name="cuda:1"), SimpleNamespace(name="cuda:0")]
+        )
 
     monkeypatch.setattr(run, "make_run_plan", chosen)
-    assert run.with_device(Options(context=64), shape) == Options(context=64, device="cuda:1")
+    found = run.with_device(Options(context=64), shape)
+    assert found == Options(context=64, device="cuda:1,cuda:0")
     assert run.with_device(Options(device="cpu"), shape) == Options(device="cpu")
     assert asked == [None]
 

@@ -71,12 +71,16 @@ def test_layers_are_shared_by_the_times_that_are_predicted(name: str) -> None:
     plan = make_plan([model], devices, Options(context=20000))
     held = model.in_tiles()
     head = (embed_bytes if model.tied else head_bytes)(held, plan.settings)
-    step_s = head / memory_rate(devices[1])
-    for device, part in zip(devices, plan.devices, strict=False):
+    seconds = [0.0, head / memory_rate(devices[1])]
+    for number, part in enumerate(plan.devices):
         assert part.hot_experts == part.total_experts
-        times = layer_times(PlanStage(device, part.settings, held))
-        step_s += sum(times[part.layers.first : part.layers.last + 1]) / PICOSECONDS
-    assert 1 / plan.predicted.decode_tokens_per_s == pytest.approx(step_s, rel=1e-6)
+        times = layer_times(PlanStage(devices[number], part.settings, held))
+        seconds[number] += sum(times[part.layers.first : part.layers.last + 1]) / PICOSECONDS
+    found = plan.predicted
+    assert 1 / found.decode_tokens_per_s == pytest.approx(sum(seconds), rel=1e-6)
+    assert [stage.decode_s for stage in found.stages] == pytest.approx(seconds, rel=1e-6)
+    shares = [found.decode_share(stage) for stage in found.stages]
+    assert shares == pytest.approx([x / sum(seconds) for x in seconds], rel=1e-6)
 
 
 def engine_choices(plan: Plan) -> list[DecodeChoice | None]:

@@ -49,6 +49,15 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "prefill_tokens_per_s": round(predicted.prefill_tokens_per_s, 2),
             "bound_by": predicted.bound_by,
             "estimate": predicted.estimate,
+            "stages": [
+                {
+                    "device": stage.device,
+                    "decode_s": round(stage.decode_s, 9),
+                    "prefill_s": round(stage.prefill_s, 9),
+                    "decode_share": round(predicted.decode_share(stage), 4),
+                }
+                for stage in predicted.stages
+            ],
         },
     }
 

@@ -158,6 +158,13 @@ def _footer(plan: Plan) -> Iterable[str]:
         f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "
         f"bound by {predicted.bound_by}"
     )
+    if len(predicted.stages) > 1:
+        times = ", ".join(
+            f"{1e3 * stage.decode_s:.2f} ms on {stage.device} "
+            f"({100 * predicted.decode_share(stage):.0f} %)"
+            for stage in predicted.stages
+        )
+        yield f"a token takes {times}"
     for choice in plan.lossy:
         yield f"lossy: {choice}"
     for note in plan.notes:

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from headroom.options import Options
 from headroom.plan.plan import make_plan
 from headroom.plan.show.report import plan_json
@@ -29,7 +31,7 @@ def test_the_json_has_the_keys_that_scripts_rely_on() -> None:
     assert device["total_bytes"] == device["free_bytes"] + sum(x["bytes"] for x in device["lines"])
     assert {"total_bytes", "lines"} <= set(report["host"])
     assert set(report["predicted"]) == {
-        "decode_tokens_per_s", "prefill_tokens_per_s", "bound_by", "estimate",
+        "decode_tokens_per_s", "prefill_tokens_per_s", "bound_by", "estimate", "stages",
     }  # fmt: skip
     names = {line["name"] for line in device["lines"] + report["host"]["lines"]}
     assert names <= LINE_NAMES
@@ -67,4 +69,14 @@ def test_the_json_is_the_plan_field_by_field() -> None:
         "decode_tokens_per_s": round(found.decode_tokens_per_s, 2),
         "prefill_tokens_per_s": round(found.prefill_tokens_per_s, 2),
         "bound_by": found.bound_by, "estimate": True,
+        "stages": [
+            {
+                "device": part.device, "decode_s": round(part.decode_s, 9),
+                "prefill_s": round(part.prefill_s, 9),
+                "decode_share": round(part.decode_s * found.decode_tokens_per_s, 4),
+            }
+            for part in found.stages
+        ],
     }  # fmt: skip
+    shares = [part["decode_share"] for part in report["predicted"]["stages"]]
+    assert sum(shares) == pytest.approx(1, abs=1e-3)

@@ -90,10 +90,15 @@ def test_the_verdict_comes_first_and_types_and_speeds_come_last() -> None:
         "(keys bf16, values bf16)"
     )
     reason, found = plan.precision.reason, plan.predicted
-    assert rows[-2 - len(plan.lossy) - len(plan.notes) :] == [
+    first, last = found.stages
+    whole = first.decode_s + last.decode_s
+    assert rows[-3 - len(plan.lossy) - len(plan.notes) :] == [
         f"weights packed, computed in bf16 ({reason}), rows handed over in bf16; 7 threads",
         f"{found.decode_tokens_per_s:.1f} tokens/s decode, {found.prefill_tokens_per_s:.0f} "
         f"tokens/s prefill (estimated), bound by {found.bound_by}",
+        f"a token takes {1e3 * first.decode_s:.2f} ms on {first.device} "
+        f"({100 * first.decode_s / whole:.0f} %), {1e3 * last.decode_s:.2f} ms on {last.device} "
+        f"({100 * last.decode_s / whole:.0f} %)",
         *(f"lossy: {choice}" for choice in plan.lossy),
         *(f"note: {note}" for note in plan.notes),
     ]
