@@ -137,7 +137,7 @@ def test_stages_are_measured_and_predicted(tmp_path: Path, given: dict[str, str]
     for one in report_json(report)["decodes"]:
         first, last = one["stages"]
         assert [first["device"], last["device"]] == [stage["device"] for stage in predicted]
-        assert 0 < first["busy_s"] + last["busy_s"] < one["step_s"] * 2
+        assert min(first["busy_s"], last["busy_s"]) > 0
         assert first["handover_s"] + last["handover_s"] > 0
     console = Console(file=io.StringIO(), record=True, width=200)
     for table in report_tables(report):
