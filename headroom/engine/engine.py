@@ -377,6 +377,7 @@ class Engine:
                 self._finish(turn.sequence, "error", _named(error))
         if lost := self._pipeline.lost():  # no later step could work
             raise DeviceError(lost) from error
+        self._pipeline.repair()
         self._recover()
 
     def _recover(self) -> None:

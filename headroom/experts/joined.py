@@ -13,7 +13,13 @@ import torch
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore, LayerStore
-from headroom.experts.telemetry import CacheTotals, ColdMeter, ColdPaces, DecodeCounts
+from headroom.experts.telemetry import (
+    CacheTotals,
+    ColdMeter,
+    ColdPaces,
+    DecodeCounts,
+    PolicyState,
+)
 
 
 class JoinedRouting:
@@ -66,9 +72,9 @@ class JoinedStore:
         """Bytes of all experts in host memory."""
         return sum(part.cold_bytes for part in self._parts)
 
-    def current_placement(self) -> ExpertPlacement:
-        """Return which experts are hot now; may wait for GPUs."""
-        placements = [part.current_placement() for part in self._parts]
+    def current_placement(self, *, ask: bool = True) -> ExpertPlacement:
+        """Return which experts are hot now; may wait for GPUs, unless they are lost (no `ask`)."""
+        placements = [part.current_placement(ask=ask) for part in self._parts]
         hot = list(placements[0].hot)
         for part, placement in zip(self._parts, placements, strict=True):
             for index, layer in enumerate(part.layers):
@@ -114,7 +120,7 @@ def join_meters(parts: Sequence[ColdMeter]) -> ColdMeter | None:
         cache=(lambda: _sum_caches([read() for read in caches])) if caches else None,
         cache_bytes=_by_layer([part.cache_bytes for part in parts]),
         paces=(lambda: _mean_paces([read() for read in paces])) if paces else None,
-        policy=policies[0] if policies else None,
+        policy=(lambda: _join_policies([read() for read in policies])) if policies else None,
     )
 
 
@@ -149,6 +155,16 @@ def _sum_caches(caches: Sequence[CacheTotals]) -> CacheTotals:
         linked=sums(lambda cache: cache.linked),
         filled=sums(lambda cache: cache.filled),
     )
+
+
+def _join_policies(states: Sequence[PolicyState]) -> PolicyState:
+    """Return the policies of all stages, each named once, and the mean of their hit rates."""
+    compared = [state.hit_rates for state in states if state.hit_rates]
+    rates = {
+        policy: sum(rates[policy] for rates in compared) / len(compared)
+        for policy in (compared[0] if compared else ())
+    }
+    return PolicyState(", ".join(dict.fromkeys(state.policy for state in states)), rates)
 
 
 def _mean_paces(paces: Sequence[ColdPaces]) -> ColdPaces:

@@ -7,6 +7,7 @@ memory, without a wait, and lets the policy with the most hits decide in all lay
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -27,6 +28,8 @@ MIN_GAIN = 0.01  # share of the picks that another policy must hit more often
 # Where all experts are chosen equally often, it took 4 % of a step without any gain (60 % of
 # Qwen3.5-35B-A3B resident, H200, 2026-11).
 FILLS_COST = 0.02
+# What is copied between two steps to bring the placement's experts back: a few milliseconds.
+RESTORED_BYTES = 256 << 20
 _STEPS, _PICKS, _HITS = (COUNTERS.index(name) for name in ("steps", "picks", "hits"))
 
 
@@ -74,7 +77,11 @@ class PolicyKeeper:
         mark: Callable[[], Mark],  # of all that was enqueued on the GPU so far
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._store = store
         self._layers = [layer for layer in store.layers if layer is not None and layer.is_cached]
+        self._policy = first
+        # Layers, with their experts in the placement, that "static" has not got back yet.
+        self._restores: deque[tuple[LayerStore, tuple[int, ...]]] = deque()
         self._tables = open_shadows(store.layers, store.seen)
         self._mark, self._clock = mark, clock
         self._host = pinned_empty(tuple(self._tables.counts.shape), torch.int64)
@@ -88,7 +95,12 @@ class PolicyKeeper:
         expert_cache.shadow(self._tables, rows, RULES)
 
     def follow(self) -> None:
-        """Take a reading that has arrived, or begin one that is due; waits for nothing."""
+        """Take a reading that has arrived, or begin one that is due.
+
+        This waits for the GPU only while the experts of the placement are brought back.
+        """
+        if self._restores:
+            self._restore()
         if self._arrived is None:
             now_s = self._clock()
             if now_s - self._read_at_s >= READ_EVERY_S:
@@ -114,7 +126,7 @@ class PolicyKeeper:
             policy: hit / max(1, picked)
             for policy, hit, picked in zip(POLICIES, hits, picks, strict=True)
         }
-        before = self.now.policy
+        before = self._policy
         best = better_policy(before, rates)
         if best != before:
             index = POLICIES.index(best)
@@ -128,4 +140,23 @@ class PolicyKeeper:
                 before,
                 100 * rates[before],
             )
+            self._restores.clear()
+            if best == "static":
+                # The shadow of "static" has the placement, not the experts that are in slots now.
+                self._restores.extend(
+                    (layer, hot)
+                    for layer, hot in zip(
+                        self._store.layers, self._store.placement.hot, strict=True
+                    )
+                    if layer is not None and layer.is_cached
+                )
+        self._policy = best
         self.now = PolicyState(best, {**rates})
+
+    def _restore(self) -> None:
+        """Bring some more experts of the placement back into their slots."""
+        self._store.take_places()
+        copied = 0
+        while self._restores and copied < RESTORED_BYTES:
+            layer, hot = self._restores.popleft()
+            copied += layer.hold(hot)

@@ -261,6 +261,26 @@ class LayerStore:
         if not torch.equal(slot, self._residency.slot):
             self._residency = Residency(slot, self._residency.row)
 
+    def hold(self, hot: Sequence[int], *, copy_all: bool = False) -> int:
+        """Give the slots of a layer with a cache to other experts; return the bytes copied.
+
+        No step may have changed places since `take_places`. Experts without a slot take those of
+        experts that are not in `hot`, and are copied from host memory, as are all of `hot` with
+        `copy_all`. The copies come after the steps launched so far and before later ones.
+        """
+        slot, wanted = self._residency.slot, set(hot)
+        leaving = [expert for expert in self.hot if expert not in wanted]
+        coming = [expert for expert in hot if slot[expert] == NOWHERE]
+        pairs = list(zip(coming, leaving, strict=False))
+        moved = {old: NOWHERE for _, old in pairs} | {new: int(slot[old]) for new, old in pairs}
+        residency = self._residency.with_moved(moved, {})
+        copied = list(hot) if copy_all else coming
+        for expert in copied:
+            copy_bytes(self.slots[int(residency.slot[expert])], self.cold[expert])
+        if moved:
+            self._publish(residency)
+        return len(copied) * self.expert_bytes
+
     @property
     def experts(self) -> int:
         """The number of experts of the layer."""
@@ -525,9 +545,23 @@ class ExpertStore:
                 layer.take_places(tables[at : at + size])
             at += aligned(size)
 
-    def current_placement(self) -> ExpertPlacement:
-        """Return which experts are hot now; may wait for the GPU."""
+    def repair(self) -> None:
+        """Copy the experts in slots of layers with a cache again; waits for the GPU.
+
+        A step that failed may have given a slot away before the new expert was copied into it.
+        """
         self.take_places()
+        for layer in self.layers:
+            if layer is not None and layer.is_cached:
+                layer.hold(layer.hot, copy_all=True)
+
+    def current_placement(self, *, ask: bool = True) -> ExpertPlacement:
+        """Return which experts are hot now; waits for the GPU if slots change hands within steps.
+
+        Without `ask`, the GPU is lost: return what it said last.
+        """
+        if ask:
+            self.take_places()
         hot = tuple(
             loaded if layer is None else layer.hot
             for loaded, layer in zip(self.placement.hot, self.layers, strict=True)

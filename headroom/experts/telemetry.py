@@ -75,7 +75,7 @@ class ColdPaces:
 class PolicyState:
     """The policy by which slots change hands, and how each policy would have done lately."""
 
-    policy: Policy
+    policy: str  # one of cache.POLICIES; several with commas, if GPUs differ
     hit_rates: Mapping[Policy, float]  # in the last comparison; empty before the first one
 
     def summary(self) -> dict[str, object]:

@@ -368,6 +368,12 @@ class GpuStage:
         """Return what the steps took that the GPU has ended; a hand-over is part of a step."""
         return [(self.device, self._clock.times())]
 
+    def repair(self) -> None:
+        """Copy experts into their slots again, which a step that failed may have given away."""
+        if self.store is not None:
+            with self._current_device():
+                self.store.repair()
+
     def lost(self) -> str:
         """Return why the GPU can run no more steps; "" while it can.
 

@@ -172,6 +172,11 @@ class Pipeline:
                 return f"{stage.device} is lost: {reason}"
         return ""
 
+    def repair(self) -> None:
+        """Put in order what a step may have left half changed when it failed."""
+        for stage in self._stages:
+            stage.repair()
+
     def close(self) -> None:
         """End all threads that the stages have started; no step follows."""
         for stage in self._stages:

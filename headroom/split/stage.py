@@ -123,6 +123,9 @@ class Stage(Protocol):
     def lost(self) -> str:
         """Return why the device can run no more steps; "" while it can."""
 
+    def repair(self) -> None:
+        """Put tables in order that a step may have left half changed when it failed."""
+
     def times(self) -> NamedTimes:
         """Return what the steps took, by the name of each device; nothing if it is not measured."""
 
@@ -231,6 +234,9 @@ class CpuStage:
     def lost(self) -> str:
         """Return "": a CPU is never lost."""
         return ""
+
+    def repair(self) -> None:
+        """Do nothing: steps on a CPU change no tables."""
 
     def times(self) -> NamedTimes:
         """Return what the steps took."""

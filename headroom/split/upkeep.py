@@ -4,7 +4,6 @@ It counts choices and hits, saves the routing statistics, exchanges hot and cold
 what cold experts cost.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -190,13 +189,16 @@ class ExpertUpkeep:
         Exchanges under way are left as they are, and a lost GPU is not asked for its counts.
         """
         self._refuse_view()
-        with contextlib.suppress(Exception):  # without them, the counts read last are saved
-            if not self._lost():
+        asks = not self._lost()
+        if asks:
+            try:
                 self._counts = self._routing.counts()
+            except Exception:  # lost, too: what it said last is saved
+                asks = False
         try:
             self._known_history()
             self._history.save()
-            self._save_placement()
+            self._save_placement(ask=asks)
         except Exception as error:
             log.warning("experts: not saved: %s", error)
 
@@ -204,11 +206,14 @@ class ExpertUpkeep:
         """Return the history with all choices that the host has seen."""
         return self._history.take(self._counts.tolist(), time.time())
 
-    def _placement(self) -> ExpertPlacement | None:
-        """Return which experts are hot now; None if all are."""
+    def _placement(self, *, ask: bool = True) -> ExpertPlacement | None:
+        """Return which experts are hot now; None if all are.
+
+        Without `ask`, the GPU is lost: return what is known of it.
+        """
         if self._experts is not None:
             return self._experts.placement()
-        return None if self._store is None else self._store.current_placement()
+        return None if self._store is None else self._store.current_placement(ask=ask)
 
     def _log_limits(self) -> None:
         if self._rules.placement_path is not None and not self._some_cold:
@@ -279,9 +284,9 @@ class ExpertUpkeep:
             self.history()
             self._history.save()
 
-    def _save_placement(self) -> None:
+    def _save_placement(self, *, ask: bool = True) -> None:
         path = self._rules.placement_path
-        if path is None or (placement := self._placement()) is None:
+        if path is None or (placement := self._placement(ask=ask)) is None:
             return
         save_placement(path, placement, self._model.identity)
         log.info("experts: placement saved to %s", path)

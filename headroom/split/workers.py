@@ -562,6 +562,9 @@ class WorkerChain:
         """Return "": lost workers are started again."""
         return ""
 
+    def repair(self) -> None:
+        """Do nothing: a worker in which a step fails is lost."""
+
     def times(self) -> NamedTimes:
         """Return what the steps of each worker took, by the name of its device."""
         names = [device.name for device in self._workers.devices]

@@ -12,10 +12,14 @@ from headroom.experts import cache, prefill
 from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer
 from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
+from headroom.experts.replay import ReplaySettings, replay
 from headroom.experts.store import StoreRequest, blob_layout, open_store
+from headroom.experts.synth_trace import PRESETS, synth_trace
 from headroom.experts.telemetry import HitCounter
+from headroom.experts.trace import TracedLayer
 from headroom.families.config import ExpertsConfig
-from headroom.kernels.cuda import experts_scratch, grouped
+from headroom.kernels.cuda import experts, experts_scratch, grouped
+from headroom.kernels.cuda.expert_cache import COUNTERS
 from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
@@ -205,6 +209,53 @@ def test_slots_that_change_hands_within_steps_change_no_answer(
     if found.worker is not None:
         found.worker.check()
         found.worker.close()
+
+
+def test_a_step_that_fails_before_a_slot_is_filled_is_repaired(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)
+    found, wanted = Layer(file, (1, 2, 4), "gpu", keep_copy=True, policy="lru"), Layer(file, None)
+    x, (_, weights) = inputs(1)
+    picks = Picks(torch.tensor([[0, 3, 5]], dtype=torch.int32).to("cuda"), weights)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "few_rows", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            found.run(x, picks)
+    assert found.cold_experts is not None
+    found.cold_experts.store.repair()
+    assert found.store.hot == (0, 3, 5)
+    assert torch.equal(found.run(x, picks), wanted.run(x, picks))
+    for expert in found.store.hot:
+        slot, row = found.store.slot_of(expert), found.store.cold_of(expert)
+        assert slot is not None
+        assert row is not None
+        assert torch.equal(slot.cpu(), row.cpu())
+
+
+@pytest.mark.parametrize("policy", ["lru", "spare", "counts"])
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_the_simulator_counts_what_the_layer_counts(
+    file: WeightFile, policy: str, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)
+    layers = [TracedLayer(0, EXPERTS, USED)]
+    trace = synth_trace(layers, PRESETS["qwen3-30b-a3b"].model, tokens=80, sequences=4)
+    simulated = replay(trace, [[1, 2, 4]], ReplaySettings(policy, sequences))  # type: ignore[arg-type]
+    layer = Layer(file, (1, 2, 4), "gpu", keep_copy=True, policy=policy)
+    steps = trace.tokens // sequences
+    for step in range(steps):
+        rows = [row * steps + step for row in range(sequences)]
+        ids = torch.from_numpy(trace.ids[rows].astype("int32"))
+        x, weights = torch.randn(sequences, HIDDEN), torch.rand(ids.shape)
+        layer.run(x.to("cuda"), Picks(ids.to("cuda"), weights.to("cuda")))
+    assert layer.cold_experts is not None
+    counts = layer.cold_experts.store.cache_counts.cpu()[0].tolist()
+    assert counts == [getattr(simulated.counts[0], name) for name in COUNTERS]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from headroom.experts.telemetry import (
     ColdMeter,
     ColdPaces,
     DecodeCounts,
+    PolicyState,
 )
 from tests.experts.stores import blob_layout, small_store
 
@@ -101,3 +102,21 @@ def test_the_caches_of_all_stages_are_those_of_the_model() -> None:
     assert meter is not None
     assert meter.cache is not None
     assert meter.cache() == totals(5, 7)
+
+
+def test_policies_that_differ_are_all_told() -> None:
+    def meter(policy: str, **rates: float) -> ColdMeter:
+        return ColdMeter(policy=lambda: PolicyState(policy, rates))  # type: ignore[arg-type]
+
+    def joined(*parts: ColdMeter) -> PolicyState:
+        whole = join_meters(parts)
+        assert whole is not None
+        assert whole.policy is not None
+        return whole.policy()
+
+    one, other = meter("lru", lru=0.9, static=0.5), meter("static", lru=0.6, static=0.7)
+    assert joined(one, other).policy == "lru, static"
+    assert joined(one, other).hit_rates == pytest.approx({"lru": 0.75, "static": 0.6})
+    assert joined(one, one).policy == "lru"
+    assert joined(one, meter("counts")).hit_rates == {"lru": 0.9, "static": 0.5}
+    assert joined(meter("lru"), meter("lru")) == PolicyState("lru", {})

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headroom.experts import cache
+from headroom.experts import cache, policies
 from headroom.experts.cache import POLICIES, CacheModel, Policy
 from headroom.experts.policies import (
     FILLS_COST,
@@ -130,3 +130,46 @@ def test_following_waits_for_no_copy(gpu: StandInGpu) -> None:
     torch.cuda.synchronize()
     keeper.follow()
     assert keeper._before is not None
+
+
+def test_static_brings_the_experts_of_the_placement_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = cached_store(), Clock()
+    layers = [layer for layer in store.layers if layer is not None]
+    for layer in layers:
+        layer.cold.random_(0, 255)
+        layer.hold(layer.hot, copy_all=True)
+    keeper = PolicyKeeper(store, "lru", store.spare.copies.mark, clock)
+    read(keeper, clock)
+    for layer in layers:
+        layer.hold((0, 5, 6, 11))  # what recency has put into the slots
+    run(keeper, store, [turn % SLOTS for turn in range(MIN_STEPS)])
+    monkeypatch.setattr(policies, "RESTORED_BYTES", 1)  # a layer between two steps
+    read(keeper, clock)
+    assert keeper.now.policy == "static"
+    assert [layer.hot for layer in layers] == [(0, 5, 6, 11)] * 2
+    for restored in (1, 2):
+        keeper.follow()
+        torch.cuda.synchronize()
+        store.take_places()
+        assert [layer.hot == (0, 1, 2, 3) for layer in layers] == [True, restored == 2]
+    for layer in layers:
+        for expert in layer.hot:
+            slot, row = layer.slot_of(expert), layer.cold_of(expert)
+            assert slot is not None
+            assert row is not None
+            assert torch.equal(slot.cpu(), row)
+
+
+def test_a_policy_that_takes_over_meanwhile_keeps_what_is_in_slots() -> None:
+    store, clock = cached_store(), Clock()
+    keeper = PolicyKeeper(store, "lru", store.spare.copies.mark, clock)
+    read(keeper, clock)
+    run(keeper, store, [turn % SLOTS for turn in range(MIN_STEPS)])
+    read(keeper, clock)
+    assert keeper.now.policy == "static"
+    assert len(keeper._restores) == 2
+    run(keeper, store, [4 + turn % SLOTS for turn in range(MIN_STEPS)])
+    keeper._restores.rotate()  # none of them has its turn
+    keeper._compare(keeper._tables.counts.sum(0).cpu() - keeper._before)
+    assert keeper.now.policy != "static"
+    assert not keeper._restores
