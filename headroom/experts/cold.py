@@ -25,8 +25,13 @@ from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.ops import Picks
+from headroom.layers.batch import Batch
 from headroom.layers.weights import WeightSource
 from headroom.plan.cost_model import ColdSpeeds, prefill_speeds
+
+# Last tokens of a prompt whose experts fill slots, because the answer's first tokens are likely to
+# pick them again: 16 raise the hit rate of the next 32 tokens by 4 points (replayed, 2026-11).
+END_ROWS = 16
 
 
 class ReadInPlace:
@@ -163,12 +168,12 @@ class ColdExperts:
         by_cpu = self._worker.add(layer, layer.blobs.used, activation, link)
         return LayerPaths(by_gpu, DecodeResolver(layer.lookup, by_cpu))
 
-    def begin_prompt(self, ends: torch.Tensor) -> None:
-        """Prepare a step of the prefill path; `ends` are the rows after which tokens are drawn."""
+    def begin_prompt(self, batch: Batch) -> None:
+        """Prepare a step of the prefill path."""
         self.store.take_places()  # by which cold experts are copied
         if self._stream is not None and self.store.is_cached:
-            few = 0 < len(ends) <= DECODE_ROWS
-            self._stream.ends = on_device(ends, self.store.staging.device) if few else None
+            ends = torch.tensor(prompt_ends(batch), dtype=torch.int64)
+            self._stream.ends = on_device(ends, self.store.staging.device) if len(ends) else None
 
     def end_step(self, rows: int) -> None:
         """End a step of the decode path; a captured step contains this."""
@@ -243,6 +248,23 @@ class ColdExperts:
     @property
     def _prefill_asks_cpu(self) -> bool:
         return self._stream is not None and self._stream.speeds.cpu_takes_prefill
+
+
+def prompt_ends(batch: Batch) -> list[int]:
+    """Return the last rows of each sequence that draws a token in this step, ascending.
+
+    There are at most DECODE_ROWS, END_ROWS of a sequence; none if more sequences draw tokens.
+    """
+    outputs = set(batch.output_rows.tolist())
+    ends = [x for x in batch.spans if x.first_row + x.rows - 1 in outputs]
+    if not 0 < len(ends) <= DECODE_ROWS:
+        return []
+    each = min(END_ROWS, DECODE_ROWS // len(ends))
+    return [
+        row
+        for span in ends
+        for row in range(span.first_row + max(0, span.rows - each), span.first_row + span.rows)
+    ]
 
 
 def _reads_alone(layer: LayerStore | None) -> TypeGuard[LayerStore]:

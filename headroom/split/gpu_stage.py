@@ -514,7 +514,7 @@ class GpuStage:
         if count <= DECODE_ROWS:  # the model has layers that cannot be captured
             self._wake_cold_worker()
         elif self._model.cold_experts is not None:
-            self._model.cold_experts.begin_prompt(batch.output_rows)
+            self._model.cold_experts.begin_prompt(batch)
         self._inputs.fill(batch)
         kind = kind_of(batch, count, settings.context, settings.page_size)
         spans = self._inputs.spans(batch)

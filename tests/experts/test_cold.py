@@ -9,7 +9,8 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts import cache, prefill
-from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer
+from headroom.experts.cache import CacheModel
+from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer, prompt_ends
 from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.replay import ReplaySettings, replay
@@ -25,6 +26,7 @@ from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import Picks
 from headroom.layers import upload
+from headroom.layers.batch import Batch, Span
 from headroom.layers.upload import Upload
 from headroom.layers.weights import WeightSource
 from headroom.plan import cost_model
@@ -380,3 +382,58 @@ def test_an_exchange_is_seen_by_both_sides(file: WeightFile) -> None:
 def test_unpinned_experts_without_cpu_kernels_are_refused(file: WeightFile) -> None:
     with pytest.raises(DeviceError, match="only the CPU could compute them, and its C\\+\\+"):
         Layer(file, HOT[30], pin=False, speeds={"cpu": 0.0})
+
+
+def prompt(*rows: int, draws: Sequence[bool]) -> Batch:
+    """A step of several sequences with so many rows each, some of which draw a token."""
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    spans = tuple(
+        Span(first, count, 0, torch.arange(1)) for first, count in zip(firsts, rows, strict=True)
+    )
+    total = torch.arange(sum(rows))
+    outputs = [x.first_row + x.rows - 1 for x, drawn in zip(spans, draws, strict=True) if drawn]
+    return Batch(total, total, total, spans, torch.tensor(outputs, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (prompt(40, draws=[True]), [*range(24, 40)]),
+        (prompt(5, draws=[True]), [*range(5)]),
+        (prompt(40, draws=[False]), []),  # more chunks of the prompt follow
+        (prompt(40, 1, 30, draws=[False, True, True]), [40, *range(55, 71)]),
+        (prompt(*[9] * 16, draws=[True] * 16), [9 * n + k for n in range(16) for k in (7, 8)]),
+        (prompt(*[2] * 33, draws=[True] * 33), []),
+    ],
+    ids=["long", "short", "unfinished", "mixed", "many", "too many"],
+)
+def test_the_ends_of_prompts_are_the_last_rows_of_those_that_draw(
+    batch: Batch, rows: list[int]
+) -> None:
+    assert prompt_ends(batch) == rows
+
+
+def test_slots_are_filled_with_what_the_end_of_a_prompt_picked(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)
+    found, wanted = Layer(file, (1, 2, 4), "gpu", keep_copy=True, policy="lru"), Layer(file, None)
+    assert found.cold_experts is not None
+    x, picks = inputs(40)
+    picks.ids[24:] = torch.tensor([0, 3, 5], dtype=torch.int32).to("cuda")
+    model = CacheModel.start("lru", EXPERTS, (1, 2, 4))
+    model.resolve(picks.ids[24:].tolist())
+    found.cold_experts.begin_prompt(prompt(40, draws=[True]))
+    assert torch.equal(found.run(x, picks), wanted.run(x, picks))
+    assert sorted(model.slots) == [0, 3, 5]
+    assert found.cold_experts.store.current_placement().hot == ((0, 3, 5),)
+    for expert in found.store.hot:
+        slot, row = found.store.slot_of(expert), found.store.cold_of(expert)
+        assert slot is not None
+        assert row is not None
+        assert torch.equal(slot.cpu(), row.cpu())
+    assert not found.cold_experts.store.cache_counts.any()  # a prompt's picks are counted elsewhere
+    found.cold_experts.begin_prompt(prompt(40, draws=[False]))
+    picks.ids[:] = torch.tensor([1, 2, 4], dtype=torch.int32).to("cuda")
+    assert torch.equal(found.run(x, picks), wanted.run(x, picks))
+    assert found.cold_experts.store.current_placement().hot == ((0, 3, 5),)

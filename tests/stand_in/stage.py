@@ -29,6 +29,7 @@ class TableModel:
 
     routing = None
     tap = None
+    store = None
     cold_experts = None
     decode_worker = None
 
