@@ -1,6 +1,7 @@
 """find_placement(): which experts of a planned model are hot, checked against the plan."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from headroom.experts.placement import (
     load_placement,
     place_experts,
 )
+from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.options import Options
 from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan
@@ -125,7 +127,8 @@ def _placed_by_counts(shape: ModelShape, plan: Plan, counts: ExpertCounts) -> Ex
         first, last = device.layers
         layers = _own_layers(shape, plan, device)
         own_counts = [row if first <= number <= last else () for number, row in enumerate(counts)]
-        placed = place_experts(layers, own_counts, _budget(device), _floor(shape))
+        floor = _cache_floor(shape, device, layers) or _floor(shape)
+        placed = place_experts(layers, own_counts, _budget(device), floor)
         hot[first : last + 1] = placed.hot[first : last + 1]
         source = placed.source
     return ExpertPlacement(tuple(hot), source)
@@ -223,6 +226,17 @@ def _log_memory(device: DevicePlan, layers: list[LayerExperts]) -> None:
 
 def _budget(device: DevicePlan) -> int:
     return device.allocated.get("hot_experts", 0)
+
+
+def _cache_floor(shape: ModelShape, device: DevicePlan, layers: Sequence[LayerExperts]) -> int:
+    """Return the hot experts with which every layer can have a cache.
+
+    0 if slots do not change hands within steps, or if the budget does not hold so many.
+    """
+    floor = LEAST_TOKENS * _floor(shape)
+    needed = sum(min(floor, layer.experts) * layer.expert_bytes for layer in layers)
+    has_caches = device.settings.expert_policy != "static"
+    return floor if has_caches and needed <= _budget(device) else 0
 
 
 def _floor(shape: ModelShape) -> int:

@@ -63,6 +63,23 @@ def test_statistics_decide_where_there_are_some() -> None:
     assert placement.hot[5][-1] == 255
 
 
+@pytest.mark.parametrize(
+    ("budget", "policy", "least"),
+    [("30%", "auto", 32), ("30%", "lru", 32), ("30%", "static", 8), ("10%", "auto", 8)],
+)
+def test_statistics_leave_every_layer_slots_for_a_cache_where_there_are_caches(
+    budget: str, policy: str, least: int
+) -> None:
+    plan, options = planned(budget, expert_policy=policy)
+    # All choices of one layer fall on few experts: other layers have more use for the budget.
+    counts = [
+        [1e9 * (i < 4 or n > 1) for i in range(x.experts)] for n, x in enumerate(MODEL.layers)
+    ]
+    placement = find_placement(MODEL, plan, options, "abc", counts)
+    assert placement is not None
+    assert min(len(ids) for ids in placement.hot[1:]) == len(placement.hot[1]) == least
+
+
 def test_where_no_expert_is_cold_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert find_placement(MODEL, *planned("100%"), "abc") is None
