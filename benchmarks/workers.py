@@ -1,0 +1,103 @@
+"""What worker processes gain: sequences that decode together, and a long prompt.
+
+    python benchmarks/workers.py MODEL [--sequences 8] [--tokens 64] [--prompt 1024] [--rounds 3]
+
+One process with one thread and two workers with one thread each take turns on the same model, so
+that a machine whose speed changes favours neither. With two workers the engine and its sampling are
+a third process. All draw greedily; their tokens must be equal.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from headroom import LLM, SamplingParams
+from headroom.bench.workload import random_prompt
+
+SHORT = 16  # tokens of each prompt whose answers are measured
+
+
+def main() -> None:
+    """Measure both, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default=None, help="as of headroom run")
+    given = parser.parse_args()
+    settings: dict[str, Any] = {
+        "threads": 1,
+        "parallel": given.sequences,
+        "context": given.prompt + given.tokens + SHORT,
+        "chunk": 128,
+        "dtype": given.dtype,
+        "log_level": "warning",
+    }
+    found: dict[str, list[dict[str, Any]]] = {"1 process": [], "2 workers": []}
+    with LLM(given.model, **settings) as one, LLM(given.model, workers="2", **settings) as two:
+        for _ in range(1 + given.rounds):  # the first round warms up
+            found["1 process"].append(measure(one, given))
+            found["2 workers"].append(measure(two, given))
+        plan = two.plan.predicted
+    equal = len({json.dumps(run["tokens"]) for runs in found.values() for run in runs}) == 1
+    rates = {
+        what: {name: statistics.median(x[what] for x in runs[1:]) for name, runs in found.items()}
+        for what in ("decode_tokens_per_s", "prompt_tokens_per_s")
+    }
+    stages = found["2 workers"][-1]["stages"]
+    print(
+        json.dumps(
+            {
+                "model": given.model,
+                "machine": platform.processor() or platform.machine(),
+                "torch": torch.__version__,
+                "sequences": given.sequences,
+                "equal_tokens": equal,
+                **{what: pair | {"ratio": ratio(pair)} for what, pair in rates.items()},
+                "measured_shares": shares([float(stage["busy_s"]) for stage in stages]),
+                "predicted_shares": shares([stage.decode_s for stage in plan.stages]),
+            },
+            indent=1,
+        )
+    )
+
+
+def measure(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the speed of answers that are decoded together, and of one long prompt."""
+    vocab = llm.engine.vocab
+    prompts = [random_prompt(SHORT, vocab, seed) for seed in range(given.sequences)]
+    params = SamplingParams(temperature=0, max_tokens=given.tokens, ignore_eos=True)
+    started = time.perf_counter()
+    answers = llm.generate(prompts, params)
+    decode_s = time.perf_counter() - started
+    long = random_prompt(given.prompt, vocab, 99)
+    started = time.perf_counter()
+    llm.generate(long, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+    prompt_s = time.perf_counter() - started
+    return {
+        "decode_tokens_per_s": given.sequences * given.tokens / decode_s,
+        "prompt_tokens_per_s": given.prompt / prompt_s,
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "stages": answers[-1].timings.stages,
+    }
+
+
+def ratio(pair: dict[str, float]) -> float:
+    """Return how many times as fast two workers are."""
+    return round(pair["2 workers"] / pair["1 process"], 3)
+
+
+def shares(seconds: list[float]) -> list[float]:
+    """Return the share of each stage."""
+    return [round(one / sum(seconds), 3) for one in seconds]
+
+
+if __name__ == "__main__":
+    main()
