@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from headroom.answers import AnswerDelta, AnswerReader, Completion, join_deltas
@@ -73,6 +73,7 @@ log = logging.getLogger(__name__)
 PromptInput = str | Sequence[int]  # text, or token ids
 ChatMessage = Mapping[str, Any]  # {"role": ..., "content": ...}
 SETTINGS = frozenset(setting.name for setting in fields(SamplingParams))
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 SEED_BITS = 53  # of a random seed: JavaScript's numbers hold that many exactly
 AnswerStream = Generator["AnswerDelta", None, None]  # `close()` ends the answer early
 
@@ -293,18 +294,27 @@ class LLM:
         )
 
     def generate(
-        self, prompts: PromptInput | Sequence[PromptInput], params: SamplingParams | None = None
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: SamplingParams | None = None,
+        *,
+        output_format: OutputFormat | None = None,
+        schema: Mapping[str, Any] | None = None,
+        suffix: str = "",
     ) -> list[Completion]:
         """Continue one or several prompts, without a chat template; several run together.
 
         All answers use one seed but different draws, so that answers to equal prompts differ.
-        Without `params` the model's own sampling settings hold.
+        Without `params` the model's own sampling settings hold. With `schema` an answer is JSON
+        that matches the schema; with `output_format` it matches that format. With `suffix` an
+        answer is the text between its prompt and the suffix.
 
         If a prompt and `params.max_tokens` do not fit the context, the answer ends where the
         context ends, with finish reason "length", and a log line says so. A prompt that leaves no
         room for an answer raises ContextLengthError.
         """
         params = params or self.sampling()
+        output_format = _format_of(output_format, schema)
         running: deque[AnswerStream] = deque()
         done: list[Completion] = []
         try:
@@ -312,7 +322,8 @@ class LLM:
                 # The engine's queue is full: wait until our oldest prompt is answered.
                 if len(running) >= self.engine.capacity:
                     done.append(join_deltas(list(running.popleft())))
-                running.append(self.stream(prompt, replace(params, draw=params.draw + draw)))
+                own = replace(params, draw=params.draw + draw)
+                running.append(self.stream(prompt, own, output_format=output_format, suffix=suffix))
             return done + [join_deltas(list(deltas)) for deltas in running]
         finally:
             for deltas in running:
@@ -322,19 +333,58 @@ class LLM:
         self,
         messages: Conversation | Sequence[ChatMessage],
         params: SamplingParams | None = None,
-        **more: Any,
+        *,
+        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | ChoiceMode = "auto",
+        output_format: OutputFormat | None = None,
+        schema: Mapping[str, Any] | None = None,
+        thinking: Thinking | bool | None = None,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Completion:
-        """Answer a conversation; `stream_chat` describes the other arguments."""
-        return join_deltas(list(self.stream_chat(messages, params, **more)))
+        """Answer a conversation; `stream_chat` describes the arguments."""
+        deltas = self.stream_chat(
+            messages,
+            params,
+            tools=tools,
+            tool_choice=tool_choice,
+            output_format=output_format,
+            schema=schema,
+            thinking=thinking,
+            template_variables=template_variables,
+        )
+        return join_deltas(list(deltas))
 
-    def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> AnswerStream:
+    def stream(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        output_format: OutputFormat | None = None,
+        schema: Mapping[str, Any] | None = None,
+        suffix: str = "",
+    ) -> AnswerStream:
         """Continue a prompt, delta by delta; closing the iterator ends the answer early.
 
-        The engine begins at once. If prompt and `params.max_tokens` do not fit the context, the
-        answer ends where the context ends, as with `generate`.
+        The engine begins at once. Lengths and the other arguments are as with `generate`.
         """
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return self._start(self.request(ids, params or self.sampling()), None)
+        output_format = _format_of(output_format, schema)
+        constraint = None
+        if output_format is not None:
+            constraint = self.grammars.compile([output_format], continues=True).begin()
+        stops = self.tokenizer.stop_ids
+        if suffix:
+            if self.fill_in is None:
+                raise RequestError(
+                    f"{self.name} has no tokens for filling in the middle.",
+                    hint="Leave out `suffix`, or use a model for code that has such tokens.",
+                    param="suffix",
+                )
+            ids: Sequence[int] = self.fill_in.prompt(self.tokenizer, prompt, suffix)
+            stops |= self.fill_in.stop_ids
+        else:
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request = self.request(ids, params or self.sampling(), constraint)
+        return self._start(replace(request, stop_ids=stops), None)
 
     def stream_chat(
         self,
@@ -346,24 +396,22 @@ class LLM:
         output_format: OutputFormat | None = None,
         schema: Mapping[str, Any] | None = None,
         thinking: Thinking | bool | None = None,
-        **variables: Any,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> AnswerStream:
         """Answer a conversation, delta by delta; its length is limited as with `generate`.
 
         `tools` are `Tool`s, or objects as in OpenAI's API. With `schema` the answer's text is JSON
         that matches the schema; with `output_format` it matches that format. `thinking` turns
-        thoughts on or off, or limits them. Further `variables` go to the chat template. If
+        thoughts on or off, or limits them. `template_variables` go to the chat template. If
         `messages` is a `Conversation`, all of this stands in it, and these arguments are ignored.
         """
         if not isinstance(messages, Conversation):
-            for name in sorted(SETTINGS & variables.keys()):
+            for name in sorted(SETTINGS & template_variables.keys()):
                 raise RequestError(
                     f"{name} is a sampling setting, not a variable of a chat template.",
                     hint=f"Give it as SamplingParams({name}=...).",
                     param=name,
                 )
-            if schema is not None:
-                output_format = OutputFormat(kind="json_schema", value=schema)
             if not isinstance(tool_choice, ToolChoice):
                 tool_choice = ToolChoice(mode=tool_choice)
             if not isinstance(thinking, Thinking):
@@ -372,9 +420,9 @@ class LLM:
                 messages=messages,
                 tools=tuple(as_tool(tool) for tool in tools),
                 tool_choice=tool_choice,
-                output_format=output_format,
+                output_format=_format_of(output_format, schema),
                 thinking=thinking,
-                template_variables=variables,
+                template_variables=template_variables,
             )
         params = params or self.sampling()
         prompt = self.prepare_chat(messages)
@@ -463,6 +511,13 @@ class LLM:
                     return
         finally:
             self.engine.cancel(request.id)
+
+
+def _format_of(
+    output_format: OutputFormat | None, schema: Mapping[str, Any] | None
+) -> OutputFormat | None:
+    """Return the format of an answer; a schema stands for JSON that matches the schema."""
+    return output_format if schema is None else OutputFormat(kind="json_schema", value=schema)
 
 
 def model_name(model: str, path: Path) -> str:

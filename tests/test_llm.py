@@ -3,16 +3,18 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from headroom import LLM, HeadroomError, Options, SamplingParams
+from headroom.engine.request import GenerationRequest, TokenEvent
 from headroom.errors import ModelError, OptionError, RequestError
 from headroom.llm import model_name
-from headroom.text.conversation import Conversation, Tool
+from headroom.text.conversation import Conversation, OutputFormat, Tool
+from headroom.text.fill_in import FillIn
 from tests.tiny import CHAT_TEMPLATE, llama_config, random_model, save_safetensors
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -56,7 +58,7 @@ def test_chat_goes_through_the_models_template(llm: LLM) -> None:
 
 def test_a_sampling_setting_among_the_variables_of_a_chat_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="max_tokens is a sampling setting") as caught:
-        llm.chat(MESSAGES, max_tokens=5)
+        llm.chat(MESSAGES, template_variables={"max_tokens": 5})
     assert "SamplingParams(max_tokens=...)" in caught.value.hint
 
 
@@ -193,6 +195,39 @@ def test_an_answer_matches_the_schema_that_was_given(llm: LLM) -> None:
     value = json.loads(answer.text)
     assert set(value) == {"n"}
     assert isinstance(value["n"], int)
+
+
+def test_raw_answers_match_a_schema_or_a_format_that_was_given(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}},
+              "required": ["n"], "additionalProperties": False}  # fmt: skip
+    params = SamplingParams(seed=1, max_tokens=60)
+    first, second = llm.generate(["One:", "Two:"], params, schema=schema)
+    assert set(json.loads(first.text)) == set(json.loads(second.text)) == {"n"}
+    choice = OutputFormat(kind="choice", value=["yes", "no"])
+    assert llm.generate("Is it?", params, output_format=choice)[0].text in ("yes", "no")
+    pieces = llm.stream("Is it?", params, output_format=choice)
+    assert "".join(piece.text for piece in pieces) in ("yes", "no")
+
+
+def test_a_gap_is_filled_only_by_a_model_that_has_tokens_for_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match="no tokens for filling in the middle"):
+        llm.generate("def f(", GREEDY, suffix="return 1")
+    tokens = FillIn(prefix=3, suffix=4, middle=5, stop_ids=frozenset({7}))
+    monkeypatch.setattr(llm, "fill_in", tokens)
+    asked: list[GenerationRequest] = []
+    submit = llm.engine.submit
+
+    def note(request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
+        asked.append(request)
+        submit(request, on_event)
+
+    monkeypatch.setattr(llm.engine, "submit", note)
+    llm.generate("def f(", GREEDY, suffix="return 1")
+    (request,) = asked
+    assert list(request.prompt) == tokens.prompt(llm.tokenizer, "def f(", "return 1")
+    assert request.stop_ids == llm.tokenizer.stop_ids | {7}
 
 
 def test_a_tool_that_must_be_called_is_called_and_replayed(tmp_path: Path) -> None:

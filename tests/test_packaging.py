@@ -37,7 +37,9 @@ NATIVE_SOURCES = (".cpp", ".h", ".inl")  # what the C++ module is built from
 
 def test_what_users_import_is_there() -> None:
     assert set(headroom.__all__) == {
-        "LLM", "SamplingParams", "Options", "Plan", "HeadroomError", "__version__"
+        "LLM", "SamplingParams", "Options", "Plan", "HeadroomError", "__version__",
+        "Completion", "AnswerDelta",
+        "Conversation", "OutputFormat", "Thinking", "Tool", "ToolChoice",
     }  # fmt: skip
     for name in headroom.__all__:
         assert getattr(headroom, name) is not None
