@@ -24,9 +24,9 @@ from math import comb, exp
 from typing import Literal
 
 from headroom.machine.devices import DeviceSpec
-from headroom.plan.lines import cached_token_bytes, core_bytes
+from headroom.plan.lines import cached_token_bytes, core_bytes, embed_bytes, head_bytes
 from headroom.plan.settings import PlanSettings
-from headroom.plan.shape import F32_BYTES, LayerShape
+from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
 
 ColdPath = Literal["gpu", "cpu", "drop"]  # who computes cold experts in decode steps
 
@@ -102,6 +102,13 @@ def weight_read_bytes(held: int, values: int, device: DeviceSpec, settings: Plan
     Kernels that unpack weights in every step also write them in float32 and read them again.
     """
     return held + (2 * values * F32_BYTES if _unpacks(device, settings) else 0)
+
+
+def head_read_bytes(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> int:
+    """Return the bytes that a step moves to read the head."""
+    held = (embed_bytes if model.tied else head_bytes)(model, settings)
+    values = model.embed_values if model.tied else model.head_values
+    return weight_read_bytes(held, values, device, settings)
 
 
 def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:

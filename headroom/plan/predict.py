@@ -16,16 +16,15 @@ from headroom.plan.cost_model import (
     compute_rate,
     core_read_bytes,
     decode_speeds,
+    head_read_bytes,
     layer_read_seconds,
     memory_rate,
     prefill_seconds,
     prefill_speeds,
     token_operations,
-    weight_read_bytes,
 )
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from headroom.plan.layout import DevicePlan, Layout, Pinning
-from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.settings import PlanSettings, PlanStage
 from headroom.plan.shape import LayerShape, ModelShape
 
@@ -144,12 +143,7 @@ class _StageWork:
 
     def head_read_bytes(self, device: DeviceSpec) -> int:
         """Return the bytes that a step moves to read the head; 0 if another device has it."""
-        if not self.has_head:
-            return 0
-        model = self.model
-        held = (embed_bytes if model.tied else head_bytes)(model, self.settings)
-        values = model.embed_values if model.tied else model.head_values
-        return weight_read_bytes(held, values, device, self.settings)
+        return head_read_bytes(self.model, device, self.settings) if self.has_head else 0
 
     def weight_read_bytes(self, device: DeviceSpec) -> int:
         """Return the bytes that a prefill step moves to read the weights of this device."""

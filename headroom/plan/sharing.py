@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headroom.errors import OptionError, PlanError
-from headroom.plan.cost_model import layer_read_seconds
+from headroom.plan.cost_model import head_read_bytes, layer_read_seconds, memory_rate
 from headroom.plan.experts import expert_staging_bytes, keep_with_staging
 from headroom.plan.lines import layer_bytes, verify_bytes
 from headroom.plan.settings import PlanRequest, PlanStage
@@ -26,22 +26,25 @@ class RangeValue:
     hot: int  # routed experts that the device keeps instead of the host
     time: int  # picoseconds to read what one token needs; an integer, so that sums are exact
     fill: int  # millionths of the device's memory that are taken
+    # The time, with that of the head, if all devices work at once on different sequences; else 0.
+    turn: int = 0
 
 
 # The value of a device's index, first and last layer; None: the lines do not fit.
 ValueRange = Callable[[int, int, int], RangeValue | None]
-_Choice = tuple[tuple[int, int, int], tuple[LayerRange, ...]]  # cost to minimise; ranges
+_Choice = tuple[tuple[int, int, int, int], tuple[LayerRange, ...]]  # cost to minimise; ranges
 FixedBytes = Callable[[int, LayerRange], int]  # of device and span: all lines but hot experts
 
 
 def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[LayerRange, ...] | None:
     """Return the ranges with the most hot experts, then the least time, then the least filled.
 
-    None where no way to cut the layers fits. Dynamic programming compares all of them: for each
-    device and each number of layers given to the devices so far, only the best way is kept. A
-    range that does not fit never fits with more layers.
+    If all devices work at once, the time of the slowest one counts before how they are filled. None
+    where no way to cut the layers fits. Dynamic programming compares all of them: for each device
+    and each number of layers given to the devices so far, only the best way is kept. A range that
+    does not fit never fits with more layers.
     """
-    best: dict[int, _Choice] = {0: ((0, 0, 0), ())}
+    best: dict[int, _Choice] = {0: ((0, 0, 0, 0), ())}
     for device in range(devices):
         grown: dict[int, _Choice] = {}
         left = devices - device - 1  # devices that need a layer after this one
@@ -50,7 +53,12 @@ def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[Layer
                 value = value_of(device, start, end - 1)
                 if value is None:
                     break
-                grown_key = (key[0] - value.hot, key[1] + value.time, max(key[2], value.fill))
+                grown_key = (
+                    key[0] - value.hot,
+                    key[1] + value.time,
+                    max(key[2], value.turn),
+                    max(key[3], value.fill),
+                )
                 choice = (grown_key, (*ranges, LayerRange(start, end - 1)))
                 if end not in grown or choice < grown[end]:
                     grown[end] = choice
@@ -68,6 +76,7 @@ class RangeValuer:
     fixed_bytes: FixedBytes
     _held: list[list[int]] = field(init=False)  # by device: bytes of all layers before each layer
     _times: list[list[int]] = field(init=False)  # by device: time of all layers before each layer
+    _heads: list[int] = field(init=False)  # by device: time of the head
     _alike: list[int] = field(init=False)  # one bit for each kind of layer
     _others: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
     _stagings: dict[tuple[int, int], int] = field(init=False, default_factory=dict)
@@ -75,6 +84,7 @@ class RangeValuer:
     def __post_init__(self) -> None:
         self._held = [_sums(self._layers_held(stage)) for stage in self.stages]
         self._times = [_sums(layer_times(stage)) for stage in self.stages]
+        self._heads = [_head_time(stage) for stage in self.stages]
         layers = self.stages[0].model.layers
         kinds = list(dict.fromkeys(layers))
         self._alike = [1 << kinds.index(layer) for layer in layers]
@@ -94,10 +104,14 @@ class RangeValuer:
             hot, taken = kept.total, taken + kept.bytes + kept.staging
         if taken > spec.total_bytes:
             return None
+        time = self._times[device][last + 1] - self._times[device][first]
+        ends = last == len(model.layers) - 1
+        works_at_once = self.stages[device].settings.worker
         return RangeValue(
             hot=hot,
-            time=self._times[device][last + 1] - self._times[device][first],
+            time=time,
             fill=taken * 1_000_000 // max(1, spec.total_bytes),
+            turn=time + self._heads[device] * ends if works_at_once else 0,
         )
 
     def _cap(self, experts: int, model: ModelShape) -> int:
@@ -219,6 +233,12 @@ def layer_times(stage: PlanStage) -> list[int]:
         int(PICOSECONDS * layer_read_seconds(layer, device, settings))
         for layer in stage.model.layers
     ]
+
+
+def _head_time(stage: PlanStage) -> int:
+    """Return the picoseconds in which a device reads the head."""
+    read = head_read_bytes(stage.model, stage.device, stage.settings)
+    return int(PICOSECONDS * read / memory_rate(stage.device))
 
 
 def _sums(values: Sequence[int]) -> list[int]:

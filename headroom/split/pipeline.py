@@ -100,7 +100,7 @@ class Pipeline:
         restarter: Restarter | None = None,
     ) -> None:
         self._stages = tuple(stages)
-        self.depth = depth  # stages that can work at once, each on a step of its own
+        self.depth = depth  # steps among which sequences are shared, because stages work at once
         self.vocab = vocab
         self.restarter = restarter  # None: what is lost stays lost
         self._memory = memory

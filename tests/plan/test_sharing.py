@@ -1,5 +1,6 @@
 """Layer ranges of several devices: shares, balance, and the search against all ways there are."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -20,7 +21,7 @@ from headroom.plan.sharing import (
     split_by_filling,
     split_by_weights,
 )
-from tests.plan.shapes import gpu, host
+from tests.plan.shapes import cpu, gpu, host
 
 
 @pytest.mark.parametrize(
@@ -105,18 +106,24 @@ def all_ways(layers: int, devices: int) -> list[tuple[LayerRange, ...]]:
     st.lists(st.integers(1, 9), min_size=3, max_size=7),
     st.lists(st.integers(5, 40), min_size=2, max_size=3),
     st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.integers(0, 9) | st.none(),
 )
 def test_no_way_to_share_layers_is_better_than_the_one_found(
-    costs: list[int], rooms: list[int], slow: list[int]
+    costs: list[int], rooms: list[int], slow: list[int], head: int | None
 ) -> None:
+    """`head`: the time of the head, if all devices work at once."""
+
     def value_of(device: int, first: int, last: int) -> RangeValue | None:
         taken = sum(costs[first : last + 1])
         if taken > rooms[device]:
             return None
         hot = min(rooms[device] - taken, 2 * (last + 1 - first))
-        return RangeValue(hot, taken * slow[device], taken * 1000 // rooms[device])
+        time, turn = taken * slow[device], 0
+        if head is not None:
+            turn = time + head * (last == len(costs) - 1)
+        return RangeValue(hot, time, taken * 1000 // rooms[device], turn)
 
-    def rank(ranges: tuple[LayerRange, ...]) -> tuple[int, int, int] | None:
+    def rank(ranges: tuple[LayerRange, ...]) -> tuple[int, int, int, int] | None:
         values = [value_of(device, *layer_range) for device, layer_range in enumerate(ranges)]
         if any(value is None for value in values):
             return None
@@ -124,6 +131,7 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
         return (
             -sum(value.hot for value in found),
             sum(value.time for value in found),
+            max(value.turn for value in found),
             max(value.fill for value in found),
         )
 
@@ -132,6 +140,16 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
     assert (found is None) == (not ranks)
     if found is not None:
         assert rank(found) == min(ranks)
+
+
+def test_workers_take_turns_of_equal_length_and_the_head_is_a_part_of_one() -> None:
+    model = known_shape("smollm2-135m:q8_0")
+    workers = [replace(cpu(8), name=f"cpu#{n}", worker=True) for n in (1, 2)]
+    plan = make_plan([model], workers, Options(parallel=8))
+    first, last = (stage.decode_s for stage in plan.predicted.stages)
+    layer = first / len(range(*plan.devices[0].layers))
+    assert abs(first - last) < layer
+    assert plan.devices[0].layers.last + 1 > len(model.layers) // 2
 
 
 def test_the_lines_of_a_shared_plan_are_those_that_were_weighed() -> None:
