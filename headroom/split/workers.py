@@ -695,8 +695,8 @@ def open_worker_pipeline(
             max(report.weights_s for report in reports),
             max(report.capture_s for report in reports),
         ),
-        # One more than there are workers: while the engine draws the tokens of one step, each worker
-        # has another to compute.
+        # One more than there are workers: while the engine draws the tokens of one step, each
+        # worker has another to compute.
         depth=workers.count + 1 if workers.count > 1 else 1,
         restarter=ChainRestarter(workers, options),
     )
