@@ -1,17 +1,26 @@
 """The memory of a step: nothing is written beyond it."""
 
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from headroom.errors import CapacityError
+from headroom.families.config import ModelConfig
 from headroom.families.files import open_checkpoint
 from headroom.formats.quants import F32
 from headroom.kernels.native import matmul
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.weight import Weight
-from headroom.layers.workspace import Workspace
+from headroom.layers.workspace import Workspace, open_workspace
+from headroom.options import Options
+from headroom.plan.known import known_shape
+from headroom.plan.lines import StagePlace
+from headroom.plan.plan import make_plan
+from headroom.units import MIB
+from tests.plan.shapes import gpu, host
 from tests.running import run_steps
 from tests.tiny import llama_config, random_model, save_gguf
 
@@ -49,3 +58,45 @@ def test_no_kernel_writes_beyond_the_memory_that_it_is_given() -> None:
         matmul.matmul_f32(torch.randn(3, 8), weight, "f32", torch.empty(2, 5))
     with pytest.raises(ValueError, match=r"\(3, 8\) does not fit into memory of \(2, 8\)"):
         matmul.embed(torch.tensor([0, 1, 2]), weight, torch.empty(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_mib", "handed_mib", "embeds"),
+    [
+        # The published figures are of 262144 rows: 10240, 4096 and 16128 MiB in f32.
+        ("qwen3.6-27b", 10240 / 512, 5, False),
+        ("laguna-xs.2", 4096 / 512, 2, False),
+        ("gemma-4-31b", 16128 / 512, 5.25, True),
+    ],
+)
+@pytest.mark.parametrize("kind", ["bf16", "f16", "f32"])
+def test_the_buffers_between_stages_have_the_published_sizes_a_chunk_and_not_a_prompt(
+    name: str, whole_mib: float, handed_mib: float, embeds: bool, kind: str
+) -> None:
+    shape = known_shape(f"{name}:q4_k_m")
+    config = ModelConfig("any", name, shape.hidden, 8, 1e-6, 262144, tied=False, layers=(),
+                         keeps_embedding=embeds)  # fmt: skip
+    options = Options(context=shape.context_limit, parallel=1, chunk=511, activation_dtype=kind)
+    sizes: dict[int, list[float]] = {}
+    for stages in (1, 2, 3):
+        devices = [gpu(80, f"cuda:{number}") for number in range(stages)]
+        plan = make_plan([shape], [*devices, host(64)], options)
+        sizes[stages] = []
+        for device in plan.devices:
+            taken: Counter[str] = Counter()
+            place = StagePlace.of(device.layers, len(shape.layers))
+            open_workspace(config, place, device.settings, 0, _counter(taken))
+            assert taken["staging"] == device.allocated["staging"]
+            sizes[stages].append(taken["staging"] / MIB)
+    stream = shape.hidden * 512 * 4 / MIB
+    handed = handed_mib if kind != "f32" else 0
+    assert sizes[1] == [whole_mib]
+    assert sizes[2] == [whole_mib - stream + handed, 2 * stream + handed]
+    assert sizes[3] == [sizes[2][0], stream + 2 * handed, sizes[2][1]]
+
+
+def _counter(taken: "Counter[str]") -> Callable[[str, int], None]:
+    def count(line: str, size: int) -> None:
+        taken[line] += size
+
+    return count
