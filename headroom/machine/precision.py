@@ -20,6 +20,12 @@ class Precision:
 
     type: str  # "f32", "f16" or "bf16"
     reason: str
+    planned_only: bool = False  # no device of this row of the policy has run headroom yet
+
+    @property
+    def explained(self) -> str:
+        """The reason, and whether it is a plan that nothing has confirmed."""
+        return f"{self.reason}, planned only" if self.planned_only else self.reason
 
 
 def cuda_precision(sm: int) -> Precision:
@@ -27,20 +33,20 @@ def cuda_precision(sm: int) -> Precision:
     if sm >= BF16_SM:
         return Precision("bf16", "CUDA sm80 and later compute in bf16")
     if 70 <= sm <= 79:
-        return Precision("f16", "CUDA sm70 to sm79 compute in f16")
+        return Precision("f16", "CUDA sm70 to sm79 compute in f16", planned_only=True)
     if sm == 60:
-        return Precision("f16", "CUDA sm60 (GP100) computes in f16")
-    return Precision("f32", "older or unknown CUDA devices compute in f32")
+        return Precision("f16", "CUDA sm60 (GP100) computes in f16", planned_only=True)
+    return Precision("f32", "older or unknown CUDA devices compute in f32", planned_only=True)
 
 
 def hip_precision(gfx: str) -> Precision:
     """Return the type of an AMD GPU by its gfx name, "" if unknown."""
     # bf16 names come first: gfx9 is also the start of gfx90a.
     if gfx.startswith(_HIP_BF16):
-        return Precision("bf16", f"HIP {gfx} computes in bf16")
+        return Precision("bf16", f"HIP {gfx} computes in bf16", planned_only=True)
     if gfx.startswith(_HIP_F16):
-        return Precision("f16", f"HIP {gfx} computes in f16")
-    return Precision("f32", "older or unknown HIP devices compute in f32")
+        return Precision("f16", f"HIP {gfx} computes in f16", planned_only=True)
+    return Precision("f32", "older or unknown HIP devices compute in f32", planned_only=True)
 
 
 def device_precision(device: DeviceSpec) -> Precision:
@@ -60,4 +66,8 @@ def common_precision(devices: Sequence[DeviceSpec]) -> Precision:
     weakest = min(choices, key=lambda choice: _STRENGTH[choice.type])
     if len({choice.type for choice in choices}) == 1:
         return weakest
-    return Precision(weakest.type, f"the weakest type of the devices together ({weakest.reason})")
+    return Precision(
+        weakest.type,
+        f"the weakest type of the devices together ({weakest.reason})",
+        planned_only=any(choice.planned_only for choice in choices),
+    )

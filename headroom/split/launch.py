@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -41,6 +42,7 @@ from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
+TIMED_HANDOVERS = 5  # copies that are timed after loading
 # The plan's lines that hold tensors of the checkpoint.
 WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
 
@@ -78,6 +80,7 @@ def start_pipeline(
         loaded.append(part)
         times = times.plus(own_times)
     told.end()
+    _time_handovers(devices, loaded)
     stages, capture_s = _open_stages(plan, model.config, devices, loaded, memory, progress)
     for device in devices:
         check_memory(plan, device, memory[device.name].allocated, held_before[device.name])
@@ -92,6 +95,42 @@ def start_pipeline(
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
     )
+
+
+def _time_handovers(devices: Sequence[DevicePlan], loaded: Sequence[Model]) -> None:
+    """Log how rows go from each device to the next, and how fast, by copies of a full step's."""
+    gpus = [torch_name(device.name) for device in devices if device.kind != "cpu"]
+
+    def wait() -> None:
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+    parts = zip(devices, loaded, strict=True)
+    for (before, sender), (after, receiver) in pairwise(parts):
+        rows = sender.idle_rows()
+        receiver.receive(rows)  # the first copy also sets up the link
+        wait()
+        started = time.perf_counter()
+        for _ in range(TIMED_HANDOVERS):
+            receiver.receive(rows)
+        wait()
+        seconds = (time.perf_counter() - started) / TIMED_HANDOVERS
+        log.info(
+            "hand-over: %s to %s %s, %s in %.3f ms (%.1f GB/s)",
+            *(before.name, after.name, _way_between(before, after), gib(rows.nbytes)),
+            *(1e3 * seconds, rows.nbytes / seconds / 1e9),
+        )
+
+
+def _way_between(before: DevicePlan, after: DevicePlan) -> str:
+    """Return how torch copies from one device to another, in words."""
+    here, there = torch_name(before.name), torch_name(after.name)
+    if here == there:
+        return "within its memory"
+    if "cpu" in (before.kind, after.kind):
+        return "over the GPU's link"
+    peers = torch.cuda.can_device_access_peer(here, there)
+    return "by peer copies" if peers else "through host memory"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -127,6 +127,14 @@ class Model:
             else self._per_layer_inputs.beginning_with(self._next_layer, rows),
         )
 
+    def idle_rows(self) -> HandedRows:
+        """Return what a full step would hand over, all zero, before any step has run."""
+        rows = self.handed(self._workspace.stream, len(self._workspace.stream))
+        rows.stream.zero_()
+        if rows.inputs is not None:
+            rows.inputs.zero_()
+        return rows
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[rows, vocabulary]` of some rows that `forward` returned.
 

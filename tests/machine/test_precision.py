@@ -36,6 +36,17 @@ def test_a_hip_device_gets_the_type_of_its_architecture(gfx: str, kind: str) -> 
     assert hip_precision(gfx).type == kind
 
 
+def test_rows_that_no_device_has_run_are_marked() -> None:
+    assert not device_precision(cpu(8)).planned_only
+    assert not cuda_precision(90).planned_only
+    for precision in (*map(cuda_precision, (75, 60, 61)), *map(hip_precision, ("gfx1100", ""))):
+        assert precision.planned_only
+        assert precision.explained == f"{precision.reason}, planned only"
+    assert cuda_precision(90).explained == cuda_precision(90).reason
+    assert common_precision([gpu(24, sm=90), gpu(24, sm=75)]).planned_only
+    assert not common_precision([gpu(24, sm=90), cpu(8)]).planned_only
+
+
 def test_every_choice_comes_with_its_reason() -> None:
     assert cuda_precision(75).reason == "CUDA sm70 to sm79 compute in f16"
     assert hip_precision("gfx1100").reason == "HIP gfx1100 computes in bf16"

@@ -1,23 +1,29 @@
 """Models split over several stages give the tokens of one stage."""
 
+import logging
 import queue
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
+from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
-from headroom.split.launch import start_pipeline
+from headroom.split.launch import _way_between, start_pipeline
 from headroom.split.pipeline import Pipeline
 from tests.families.oracles import PROMPT, variant
+from tests.plan.shapes import cpu, host, smollm2
+from tests.plan.shapes import gpu as gpu_of
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
 # One of each family, with layers that differ in their mixers, caches and networks.
@@ -155,6 +161,23 @@ def test_stages_on_gpus_give_the_tokens_of_one(
     assert answers(*opened(checkpoint, device=devices, **given), prompts, together=True) == whole
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+@pytest.mark.parametrize(
+    "checkpoint", ["qwen3moe", "qwen35moe", "laguna", "gemma4-26b"], indirect=True
+)
+def test_stages_with_hot_and_cold_experts_give_the_tokens_of_one(
+    checkpoint: Checkpoint, budget: str, gpu: StandInGpu
+) -> None:
+    given = {"kernels": "reference", "expert_budget": budget}
+    prompts = [PROMPT[start : start + 2 + 3 * start] for start in range(8)]
+    whole = answers(*opened(checkpoint, device="cuda:0", **given), prompts, together=False)
+    for devices in ("cuda:0,cuda:0", "cuda:0,cuda:0,cuda:0", "cuda:0,cpu"):
+        for together in (False, True):
+            split = opened(checkpoint, device=devices, **given)
+            assert answers(*split, prompts, together) == whole
+
+
 # Two stages hold a tied table twice. A float32 one is rounded only where it is the head, so that
 # the stages of "llama" give other tokens than one GPU; its memory must be planned all the same.
 @pytest.mark.parametrize(
@@ -170,3 +193,33 @@ def test_stages_of_16_bits_give_the_tokens_of_one_if_rows_are_handed_over_in_flo
     if same:
         whole = opened(checkpoint, device="cuda:0", **given)
         assert split == answers(*whole, PROMPTS[:1], together=True)
+
+
+@pytest.mark.parametrize("checkpoint", ["gemma4-e4b"], indirect=True)
+def test_the_log_says_how_rows_are_handed_over_and_the_first_step_is_unharmed(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        split = opened(checkpoint, device="cpu,cpu")
+    (line,) = (text for text in caplog.messages if text.startswith("hand-over:"))
+    assert line.startswith("hand-over: cpu to cpu#2 within its memory, ")
+    assert re.search(r" in \d+\.\d{3} ms \(\d+\.\d GB/s\)$", line), line
+    whole = answers(*opened(checkpoint), PROMPTS[:1], together=True)
+    assert answers(*split, PROMPTS[:1], together=True) == whole
+
+
+@pytest.mark.parametrize(
+    ("devices", "peers", "way"),
+    [
+        ((gpu_of(24), gpu_of(24, "cuda:1")), True, "by peer copies"),
+        ((gpu_of(24), gpu_of(24, "cuda:1")), False, "through host memory"),
+        ((gpu_of(24), gpu_of(24, "cuda:0#2")), False, "within its memory"),
+        ((gpu_of(24), cpu(24)), True, "over the GPU's link"),
+    ],
+)
+def test_the_way_between_two_devices_has_a_name(
+    devices: tuple[DeviceSpec, DeviceSpec], peers: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: peers)
+    plan = make_plan([smollm2()], [*devices, host(64)], Options())
+    assert _way_between(*plan.devices) == way

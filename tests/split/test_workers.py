@@ -35,7 +35,7 @@ from headroom.split.workers import (
     parse_workers,
 )
 from tests.families.oracles import PROMPT, variant
-from tests.split.test_pipeline import PROMPTS, SETTINGS, answers, opened
+from tests.split.test_pipeline import MODELS, PROMPTS, SETTINGS, answers, opened
 from tests.tiny import llama_config, random_model, save_gguf
 
 STREAMS = 8
@@ -72,8 +72,14 @@ def test_an_address_that_is_not_here_is_refused() -> None:
         Workers(Options(workers="1", worker_address="203.0.113.9"))
 
 
-# One model with layers of several kinds, experts and a shared cache each.
-@pytest.mark.parametrize("name", ["qwen35moe", "gemma4-e4b"])
+# Between them, two models have layers of all kinds, experts and a shared cache.
+USUAL = ("qwen35moe", "gemma4-e4b")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*USUAL, *(pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x not in USUAL)],
+)
 def test_two_processes_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
     checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf"))
     whole = answers(*opened(checkpoint), PROMPTS, together=False)

@@ -41,6 +41,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "precision": {
             "activation": plan.precision.type,
             "reason": plan.precision.reason,
+            "planned_only": plan.precision.planned_only,
         },
         "lossy": list(plan.lossy),
         "notes": list(plan.notes),

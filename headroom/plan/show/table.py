@@ -139,7 +139,7 @@ def _computed_in(plan: Plan) -> Iterable[str]:
     for kind, device in zip(plan.problem.kinds, plan.devices, strict=True):
         policy = device_precision(kind.device)
         set_by_user = device.settings.compute_type != policy.type
-        why = "set by --dtype" if set_by_user else policy.reason
+        why = "set by --dtype" if set_by_user else policy.explained
         yield f"{device.settings.compute_type} ({why})"
 
 

@@ -61,7 +61,7 @@ def test_the_json_is_the_plan_field_by_field() -> None:
         assert shown["hot_experts"] == sum(device.hot_by_layer)
         assert shown["total_experts"] == device.total_experts
     assert report["precision"] == {
-        "activation": plan.precision.type, "reason": plan.precision.reason,
+        "activation": plan.precision.type, "reason": plan.precision.reason, "planned_only": False,
     }  # fmt: skip
     assert report["lossy"] == list(plan.lossy) != []
     assert report["notes"] == list(plan.notes)
