@@ -33,10 +33,12 @@ WORKDIR /var/lib/headroom
 VOLUME /var/lib/headroom
 EXPOSE 8080
 STOPSIGNAL SIGTERM
-# While a model is loaded, /health answers 503.
+# While a model is loaded, /health answers 503. The certificate need not be one for 127.0.0.1.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as http; \
-http.urlopen(f'http://127.0.0.1:{os.environ[\"HEADROOM_PORT\"]}/health', timeout=4)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as http; \
+scheme = 'https' if os.environ.get('HEADROOM_TLS_CERT') else 'http'; \
+tls = ssl.create_default_context(); tls.check_hostname = False; tls.verify_mode = ssl.CERT_NONE; \
+http.urlopen(f'{scheme}://127.0.0.1:{os.environ[\"HEADROOM_PORT\"]}/health', timeout=4, context=tls)"]
 ENTRYPOINT ["headroom"]
 CMD ["serve"]
 

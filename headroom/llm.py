@@ -62,6 +62,7 @@ from headroom.text.conversation import (
 )
 from headroom.text.fill_in import find_fill_in
 from headroom.text.grammar import GrammarCompiler
+from headroom.text.long_texts import check_not_far_beyond
 from headroom.text.reasoning import Reasoning
 from headroom.text.thought_budget import resolve_effort
 from headroom.text.tool_formats import ToolFormat
@@ -240,8 +241,12 @@ class LLM:
         """Return the prompt of a conversation as token ids; the answer follows it."""
         return list(self.prepare_chat(Conversation(messages=messages)).tokens)
 
-    def prepare_chat(self, chat: Conversation) -> ChatPrompt:
-        """Return the prompt of a conversation, with the limits and the parser of its answers."""
+    def prepare_chat(self, chat: Conversation, *, must_fit: bool = False) -> ChatPrompt:
+        """Return the prompt of a conversation, with the limits and the parser of its answers.
+
+        With `must_fit`, a prompt far beyond the context raises ContextLengthError before all of it
+        is encoded, which saves much memory.
+        """
         if self._renderer is None:
             raise ModelError(
                 f"{self.name} has no chat template.",
@@ -258,6 +263,8 @@ class LLM:
         opened = self.reasoning is not None and self.reasoning.is_open(rendered.text)
         if chat.continues and not opened:  # the text has begun, so no thought can follow
             chat = replace(chat, thinking=Thinking(enabled=False))
+        if must_fit:
+            check_not_far_beyond(self.tokenizer, rendered.text, self.context)
         tokens = tuple(rendered.encode(self.tokenizer))
         limits = AnswerLimits.of(
             self.grammars,
@@ -267,12 +274,16 @@ class LLM:
             prompt=rendered.text,
             room=self.context - len(tokens),
         )
+        tool_format = self.tool_format
+        if chat.output_format is not None and tool_format is not None and not tool_format.native:
+            # An answer in the format may look like a call.
+            tool_format = replace(tool_format, begins_bare=False)
         return ChatPrompt(
             tokens=tokens,
             reasoning=self.reasoning,
             in_thought=opened,
             tools=tools,
-            tool_format=self.tool_format,
+            tool_format=tool_format,
             limits=limits,
             continues=chat.continues,
             keep=self.tool_memory.keeper(rendered.text),

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     for row in TABLE_ROW.finditer((ROOT / "CONTRIBUTING.md").read_text())
 }
 # The package's front door names what users import; `headroom/__main__.py` is a second way in.
-MAY_IMPORT["__init__"] = {"engine", "llm", "plan"}
+MAY_IMPORT["__init__"] = {"answers", "engine", "llm", "plan", "text"}
 MAY_IMPORT["__main__"] = {"cli"}
 # The files of the early packages that need torch: they measure, or ask torch about GPUs.
 WITH_TORCH = ("machine/measure.py", "machine/torch_gpus.py")

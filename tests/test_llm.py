@@ -13,6 +13,7 @@ from headroom import LLM, HeadroomError, Options, SamplingParams
 from headroom.engine.request import GenerationRequest, TokenEvent
 from headroom.errors import ModelError, OptionError, RequestError
 from headroom.llm import model_name
+from headroom.text.answer_parser import join_calls
 from headroom.text.conversation import Conversation, OutputFormat, Tool
 from headroom.text.fill_in import FillIn
 from tests.tiny import CHAT_TEMPLATE, llama_config, random_model, save_safetensors
@@ -228,6 +229,17 @@ def test_a_gap_is_filled_only_by_a_model_that_has_tokens_for_it(
     (request,) = asked
     assert list(request.prompt) == tokens.prompt(llm.tokenizer, "def f(", "return 1")
     assert request.stop_ids == llm.tokenizer.stop_ids | {7}
+
+
+def test_an_answer_in_a_format_is_not_mistaken_for_a_call(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    tools, text = (Tool(name="f"),), '{"name": "f"}'
+    formats = (None, OutputFormat(kind="json_schema", value=schema))
+    for output_format, calls in zip(formats, (1, 0), strict=True):
+        chat = Conversation(messages=MESSAGES, tools=tools, output_format=output_format)
+        parser = llm.prepare_chat(chat).new_parser()
+        parts = parser.push(text) + parser.finish()
+        assert (len(join_calls(parts.calls)), parts.text) == (calls, "" if calls else text)
 
 
 def test_a_tool_that_must_be_called_is_called_and_replayed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The project's own files agree with each other and with the program."""
 
+import json
 import re
 import shlex
 import shutil
@@ -22,6 +23,7 @@ import headroom
 from headroom.cli.main import make_app
 from headroom.options import Options, flag, variable
 from headroom.server.http_server import ABORT_S, STOP_S
+from tests.server.fakes import FakeLLM, make_certificate, needs_openssl, serving
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -251,6 +253,24 @@ def test_both_images_serve_as_a_user_without_rights() -> None:
     assert told["VOLUME"] == image_environment()["HEADROOM_HOME"]
 
 
+@needs_openssl
+@pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
+def test_the_health_check_of_the_images_asks_a_server_with_and_without_tls(
+    tls: bool, tmp_path: Path
+) -> None:
+    program, *arguments = json.loads(dict(instructions())["HEALTHCHECK"].partition("CMD ")[2])
+    assert program == "python"
+    cert, key = make_certificate(tmp_path, "own") if tls else (None, None)
+    with serving(FakeLLM(), Options(port=0, tls_cert=cert, tls_key=key)) as server:
+        environment = {"HEADROOM_PORT": server.address.rpartition(":")[2]}
+        if cert is not None:
+            environment["HEADROOM_TLS_CERT"] = cert
+        done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
+    assert done.returncode == 1
+
+
 def test_images_install_the_torch_of_the_makefile_and_extras_that_exist() -> None:
     torch = re.findall(r"^TORCH \?= (.*)$", MAKEFILE, re.MULTILINE)
     assert re.findall(r"^ARG TORCH=(.*)$", DOCKERFILE, re.MULTILINE) == torch * 2
@@ -277,6 +297,8 @@ def test_compose_runs_each_image_under_its_profile(name: str) -> None:
     assert service(name)["networks"]["default"]["aliases"] == ["headroom"]
     assert service(name)["environment"]["HEADROOM_ALLOW_HOST"].endswith(":-headroom}")
     assert service(name)["ports"] == ["127.0.0.1:${PORT:-8080}:8080"]
+    # An error that comes back at each start does not restart it for ever.
+    assert re.fullmatch(r"on-failure:[1-9]", service(name)["restart"])
     volume = f"headroom:{image_environment()['HEADROOM_HOME']}"
     assert volume in service(name)["volumes"]
 

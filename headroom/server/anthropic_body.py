@@ -1,10 +1,10 @@
 """The bodies of Anthropic's Messages API, and the conversations that they stand for."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
+from headroom.server.answer_fields import THOUGHTS_OFF
 from headroom.server.anthropic_errors import NO_THREADS
 from headroom.server.anthropic_history import AnthropicMessageBody, History, TextBlocks, system_text
 from headroom.server.invalid_bodies import short
@@ -17,7 +17,7 @@ from headroom.server.schemas import (
     check_stops,
     invalid,
 )
-from headroom.server.thinking_fields import Effort
+from headroom.server.thinking_fields import Effort, TemplateFields
 from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
 
 
@@ -81,18 +81,11 @@ class OutputBody(Body):
     format: AnthropicFormatBody | None = None
 
 
-class PromptBody(GenerationBody):
+class PromptBody(TemplateFields, GenerationBody):
     """The fields from which the prompt is made; the body of /v1/messages/count_tokens."""
 
-    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "container": (),
-        "mcp_servers": (),
-        "compaction": (),
-        "n": (1,),
-        "response_format": (),
-        "functions": (),
-        "logprobs": (),
-    }
+    harmless = THOUGHTS_OFF  # without `thinking`
+    not_honoured = ("n",)
 
     messages: Annotated[list[AnthropicMessageBody], Field(min_length=1, fail_fast=True)]
     system: TextBlocks | None = None
@@ -141,6 +134,7 @@ class PromptBody(GenerationBody):
             tool_choice=self._choice(tools),
             output_format=self._asked_format(),
             thinking=self._asked_thinking(),
+            template_variables=self.template_variables(),
             continues=history.continues,
         )
 
@@ -182,7 +176,9 @@ class PromptBody(GenerationBody):
 
     def _asked_thinking(self) -> Thinking:
         """Return whether the model thinks; without the field it does not, as in Anthropic's API."""
-        if self.thinking is None or self.thinking.type == "disabled":
+        if self.thinking is None:
+            return Thinking(enabled=self.template_variables().get("enable_thinking") is True)
+        if self.thinking.type == "disabled":
             return Thinking(enabled=False)
         effort = self.output_config.effort if self.output_config is not None else None
         return Thinking(

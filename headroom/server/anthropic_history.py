@@ -1,12 +1,14 @@
 """Anthropic's messages and their blocks, and their conversion to messages of a chat template."""
 
 import base64
+import contextlib
 import json
 import zlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import from_json
 
 from headroom.server.invalid_bodies import short, wrong_type
 from headroom.server.openai_tools import NonEmpty, ToolName
@@ -16,7 +18,14 @@ from headroom.server.schemas import LEFT_OUT_PART, Body, invalid
 BILLING = "x-anthropic-billing-header:"
 HIDDEN = "hidden."  # begins the signature that carries the text of a thought that is not shown
 MOST_THOUGHT_BYTES = 4 << 20  # of one thought in a signature
-BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+# What Anthropic's servers did in earlier answers; the model does not see it. The types of the
+# results of such calls, such as web_search_tool_result, end with HOSTED_RESULT.
+HOSTED_CALLS = ("server_tool_use", "mcp_tool_use")
+HOSTED_RESULT = "_tool_result"
+MESSAGE_BLOCKS = (
+    *("text", "document", "search_result"),
+    *("thinking", "redacted_thinking", "tool_use", "tool_result"),
+)
 
 
 def as_blocks(value: object) -> object:
@@ -28,14 +37,19 @@ def as_blocks(value: object) -> object:
     return value
 
 
-def _known(kinds: Sequence[str]) -> BeforeValidator:
-    """Return a check that refuses blocks of any other type."""
+def is_hosted(kind: str) -> bool:
+    """Whether blocks of a type tell what Anthropic's servers did."""
+    return kind in HOSTED_CALLS or kind.endswith(HOSTED_RESULT)
+
+
+def _known(kinds: Sequence[str], *, hosted: bool = False) -> BeforeValidator:
+    """Return a check that refuses blocks of any other type; `hosted` ones may pass, too."""
 
     def check(block: object) -> object:
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str):
             raise wrong_type("a block with a type")
-        if kind not in kinds:
+        if kind not in kinds and not (hosted and is_hosted(kind)):
             allowed = ", ".join(kinds)
             raise ValueError(
                 f"blocks of type {short(kind)!r} are not supported here, only: {allowed}"
@@ -71,13 +85,29 @@ class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
 
 
+class HostedBlock(Body):
+    """What Anthropic's servers did in an earlier answer; the prompt leaves it out."""
+
+    type: str
+
+
+def _as_input(value: object) -> object:
+    """Return the input of an earlier call as an object; clients send JSON text and null, too."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return from_json(value, allow_inf_nan=False)
+    return value
+
+
 class ToolUseBlock(Body):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: NonEmpty
     name: ToolName
-    input: dict[str, Any]
+    input: Annotated[dict[str, Any], BeforeValidator(_as_input)]
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it."""
@@ -93,8 +123,76 @@ TextBlocks = Annotated[
 ]
 
 
+class TextSource(Body):
+    """The text of a document."""
+
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.data
+
+
+class BlocksSource(Body):
+    """The text of a document as blocks."""
+
+    type: Literal["content"]
+    content: TextBlocks
+
+    @property
+    def text(self) -> str:
+        """The text, with line breaks between the blocks."""
+        return join_texts(self.content)
+
+
+READABLE = ("text", "content")  # types of a document's source
+
+
+def _check_source(source: object) -> object:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(kind, str) and kind not in READABLE:
+        raise ValueError(
+            f"documents from a source of type {short(kind)!r} are not supported, only of text: "
+            "send the text with a source of type 'text' or 'content'"
+        )
+    return source
+
+
+class DocumentBlock(Body):
+    """A document of text."""
+
+    type: Literal["document"]
+    source: Annotated[
+        TextSource | BlocksSource, Field(discriminator="type"), BeforeValidator(_check_source)
+    ]
+    title: str | None = None
+    context: str | None = None  # what the client says of the document
+
+    @property
+    def text(self) -> str:
+        """The document as the model reads it."""
+        return "\n".join(part for part in (self.title, self.context, self.source.text) if part)
+
+
+class SearchResultBlock(Body):
+    """A text that the client found."""
+
+    type: Literal["search_result"]
+    source: str  # usually an address
+    title: str
+    content: TextBlocks
+
+    @property
+    def text(self) -> str:
+        """The result as the model reads it."""
+        parts = (self.title, self.source, join_texts(self.content))
+        return "\n".join(part for part in parts if part)
+
+
 class UnreadableBlock(Body):
-    """A picture or a document that a tool returned."""
+    """A picture or a document without text that a tool returned."""
 
     type: Literal["image", "document"]
 
@@ -104,17 +202,43 @@ class UnreadableBlock(Body):
         return LEFT_OUT_PART.format(kind=self.type)
 
 
-def join_texts(blocks: Sequence[TextBlock | UnreadableBlock]) -> str:
+Readable = TextBlock | DocumentBlock | SearchResultBlock
+
+
+def join_texts(blocks: Sequence[Readable | UnreadableBlock]) -> str:
     """Return blocks of text as one text, with line breaks between them."""
     return "\n".join(block.text for block in blocks if block.text)
+
+
+def _tag_of(block: object) -> str:
+    """Return the tag of the class that reads a block, whose type `_known` has checked."""
+    if isinstance(block, Body):  # already read
+        return "hosted" if isinstance(block, HostedBlock) else getattr(block, "type", "")
+    assert isinstance(block, dict)
+    return "hosted" if is_hosted(block["type"]) else str(block["type"])
+
+
+def _result_tag_of(block: object) -> str:
+    """Return the tag of the class that reads a block of a result; clients cannot change those."""
+    if isinstance(block, UnreadableBlock):
+        return "unreadable"
+    if isinstance(block, dict):
+        source = block.get("source")
+        kind = source.get("type") if isinstance(source, dict) else None
+        if block["type"] == "image" or (block["type"] == "document" and kind not in READABLE):
+            return "unreadable"
+    return _tag_of(block)
 
 
 ResultBlocks = Annotated[
     list[
         Annotated[
-            TextBlock | UnreadableBlock,
-            Field(discriminator="type"),
-            _known(["text", "image", "document"]),
+            Annotated[TextBlock, Tag("text")]
+            | Annotated[DocumentBlock, Tag("document")]
+            | Annotated[SearchResultBlock, Tag("search_result")]
+            | Annotated[UnreadableBlock, Tag("unreadable")],
+            Discriminator(_result_tag_of),
+            _known(["text", "image", "document", "search_result"]),
         ]
     ],
     Field(fail_fast=True),
@@ -138,15 +262,24 @@ class ToolResultBlock(Body):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
-    _known(BLOCKS),
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[HostedBlock, Tag("hosted")],
+    Discriminator(_tag_of),
+    _known(MESSAGE_BLOCKS, hosted=True),
 ]
 ROLES_OF = {
     "thinking": ("assistant",),
     "redacted_thinking": ("assistant",),
     "tool_use": ("assistant",),
     "tool_result": ("user",),
+    "document": ("user",),
+    "search_result": ("user",),
 }
 
 
@@ -166,9 +299,9 @@ class AnthropicMessageBody(Body):
         return self
 
     @property
-    def texts(self) -> list[TextBlock]:
-        """The blocks of text."""
-        return [block for block in self.content if isinstance(block, TextBlock)]
+    def texts(self) -> list[Readable]:
+        """The blocks of text, documents included."""
+        return [block for block in self.content if isinstance(block, Readable)]
 
     @property
     def calls(self) -> list[ToolUseBlock]:

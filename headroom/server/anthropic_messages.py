@@ -36,7 +36,7 @@ async def create_message(request: Request) -> Response:
     """Answer a conversation with a stream or with one whole message."""
     service: Service = request.app.state.service
     body = await read_body(request, MessagesBody, service.options.max_body)
-    chat = body.conversation()
+    chat = await service.in_thread(body.conversation)
     llm = await service.model(body.model, streams=body.stream)
     answers = await service.start_chat(llm, chat, body.sampling())
     call = MessageCall(body, answers, current_record().id)
@@ -56,7 +56,8 @@ async def count_tokens(request: Request) -> Response:
     """Answer with the number of tokens of a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, PromptBody, service.options.max_body)
-    chat = replace(body.conversation(), output_format=None)  # a format adds no tokens
+    chat = await service.in_thread(body.conversation)
+    chat = replace(chat, output_format=None)  # a format adds no tokens
     llm = await service.model(body.model)
     prompt = await service.in_thread(llm.prepare_chat, chat)
     counts: dict[str, Any] = {"input_tokens": len(prompt.tokens)}

@@ -28,7 +28,7 @@ from headroom.server import (
 )
 from headroom.server.anthropic_errors import error_response, speaks_anthropic
 from headroom.server.anthropic_models import models_page, show_model_info
-from headroom.server.browsers import GuardAgainstPages, listed
+from headroom.server.browsers import GuardAgainstPages, allowed_origins, listed
 from headroom.server.codex import codex_model
 from headroom.server.holding import HoldModels
 from headroom.server.json_values import JSONResponse
@@ -97,10 +97,11 @@ def create_app(models: Shelf | LLM, options: Options) -> FastAPI:
         for method in route.methods or ()
     ]
     app.add_middleware(HoldModels)  # added first, so it runs innermost
-    if origins := listed(options.cors):
+    if (origins := allowed_origins(options.cors)) is not None:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=listed(options.cors),
+            allow_origin_regex=origins.pattern,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=[ID_HEADER, "retry-after"],
@@ -124,8 +125,8 @@ async def check_key(request: Request) -> None:
     """Refuse a request without a right key, or beyond the key's limits."""
     keys: KeyRing = request.app.state.keys
     if (key := keys.find(request)) is not None:
-        key.take_request()
         current_record().key = key
+        key.take_request()
 
 
 async def health(request: Request) -> Response:

@@ -6,6 +6,7 @@ rebinding), and bodies that browsers send without a preflight request.
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -19,6 +20,8 @@ from headroom.options import Options
 from headroom.server.refusals import RefusalError
 
 WILDCARD = "*"
+# All origins of a scheme, for programs whose origins have random names: vscode-webview://*
+ANY_OF_SCHEME = "://*"
 # Names of the machine that a container runs on, as seen from the container.
 CONTAINER_HOSTS = ("host.docker.internal", "host.containers.internal")
 OLLAMA_PATHS = "/api/"
@@ -31,13 +34,32 @@ def listed(setting: str | None) -> list[str]:
     return [text.strip() for text in (setting or "").split(",") if text.strip()]
 
 
+def allowed_origins(setting: str | None) -> re.Pattern[str] | None:
+    """Return a pattern of the origins that a setting such as --cors names; None if it names none.
+
+    Browsers send origins in lower case.
+    """
+    origins = [origin.lower().rstrip("/") for origin in listed(setting)]
+    if not origins:
+        return None
+    patterns = (
+        ".*"
+        if origin == WILDCARD
+        else re.escape(origin.removesuffix(WILDCARD)) + ".+"
+        if origin.endswith(ANY_OF_SCHEME)
+        else re.escape(origin)
+        for origin in origins
+    )
+    return re.compile("|".join(patterns))
+
+
 class GuardAgainstPages:
     """Middleware: refuses requests of other sites' pages."""
 
     def __init__(self, app: ASGIApp, options: Options, answer_error: AnswerError) -> None:
         self._app = app
         self._answer_error = answer_error
-        self._origins = {origin.lower().rstrip("/") for origin in listed(options.cors)}
+        self._origins = allowed_origins(options.cors)
         names = ("localhost", options.host, socket.gethostname(), *CONTAINER_HOSTS)
         self._hosts = {name.lower() for name in (*names, *listed(options.allow_host))}
 
@@ -75,7 +97,7 @@ class GuardAgainstPages:
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin", "").lower()
-        if not origin or WILDCARD in self._origins or origin in self._origins:
+        if not origin or (self._origins is not None and self._origins.fullmatch(origin)):
             return
         if _place_of(origin) != headers.get("host", "").lower():
             raise RefusalError(

@@ -1,11 +1,14 @@
 """Connections: limits on their number, and on how long a client may take to send and to read."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import socket
+import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +26,39 @@ KEEP_ALIVE_S = 75
 HEAD_S = 30.0  # seconds that a client has for a request's first line and headers
 READ_S = 60.0  # seconds after which a client that does not read its answer is disconnected
 CLOSE_S = 10.0  # seconds that a client has to read the last bytes before the connection ends
+HANDSHAKE_S = 10.0  # seconds that a client has for the TLS handshake
+HANDSHAKES = 16  # TLS handshakes that may be under way even if there are `limit` connections
+ACCEPT_AGAIN_S = 1.0  # seconds after an error until the next connection is accepted
 HEALTH_CONNECTIONS = 16  # connections above the limit, which may only ask for /health
 SPARE_FILES = 32  # file descriptors kept free for model files, other sockets and logs
 FEWEST_CONNECTIONS = 8
 REPORT_EVERY_S = 60.0  # between two log lines about connections that cannot be accepted
 HEALTH_PATH = "/health"
+ACCEPT_ERROR = "socket.accept()"  # how asyncio's messages of such errors begin
+
+
+class HttpParser(h11.Connection):
+    """An HTTP parser that refuses long heads, however they arrive.
+
+    h11 itself counts the bytes of incomplete heads only.
+    """
+
+    def __init__(self, most_head_bytes: int) -> None:
+        super().__init__(h11.SERVER, most_head_bytes)
+        self._most_head_bytes = most_head_bytes
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Return the next part of what the client sent."""
+        event = super().next_event()
+        if isinstance(event, h11.Request) and _head_bytes(event) > self._most_head_bytes:
+            raise h11.RemoteProtocolError("The head is too long.", error_status_hint=431)
+        return event
+
+
+def _head_bytes(request: h11.Request) -> int:
+    """Return the bytes of a request's first line and headers, without needless blanks."""
+    line = len(request.method) + len(request.target) + len("  HTTP/1.1\r\n")
+    return line + sum(len(name) + len(value) + len(": \r\n") for name, value in request.headers)
 
 
 class Connection(H11Protocol):
@@ -43,6 +74,8 @@ class Connection(H11Protocol):
         limit: int,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        if config.h11_max_incomplete_event_size is not None:
+            self.conn = HttpParser(config.h11_max_incomplete_event_size)
         self._limit = limit
         self._head_since: float | None = None  # when the server began to wait for a request's head
         self._unread_since: float | None = None  # when the client's receive buffer became full
@@ -71,7 +104,11 @@ class Connection(H11Protocol):
         idle = [other for other in others if other is not self and not other.answering]
         idle = [other for other in idle if not other.transport.is_closing()]
         if idle:
-            min(idle, key=lambda other: other._idle_since).transport.close()
+            oldest = min(idle, key=lambda other: other._idle_since).transport
+            if oldest.get_extra_info("sslcontext") is None:
+                oldest.close()
+            else:
+                oldest.abort()  # a TLS connection would stay open until the client closes it, too
         return bool(idle)
 
     def data_received(self, data: bytes) -> None:
@@ -147,6 +184,77 @@ class HealthAlone:
         await send({"type": "http.response.body", "body": body})
 
 
+class TlsListener:
+    """Accepts TLS connections, and bounds the number of handshakes that are under way.
+
+    A connection counts as one only after its handshake. asyncio's own server would keep any number
+    of silent clients for a minute each. It stands among the servers of uvicorn, which closes it.
+    """
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        context: ssl.SSLContext,
+        new_connection: Callable[[], asyncio.Protocol],
+        connections: Collection[object],  # whose handshakes have ended
+        limit: int,  # of connections
+    ) -> None:
+        self._bound = bound
+        self._context = context
+        self._new_connection = new_connection
+        self._connections = connections
+        self._limit = limit
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # in the order in which they began
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        """Stop listening, and end the handshakes."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is listened to any more."""
+        await asyncio.wait({self._accepting, *self._handshakes})
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._bound.setblocking(False)
+        with self._bound:
+            while True:
+                try:
+                    accepted, _ = await loop.sock_accept(self._bound)
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    message = f"{ACCEPT_ERROR} out of system resource"
+                    loop.call_exception_handler({"message": message, "exception": error})
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                self._begin(accepted)
+                await asyncio.sleep(0)  # others get their turn, even if many connections wait
+
+    def _begin(self, accepted: socket.socket) -> None:
+        """Begin a handshake; if there are too many, the oldest one is ended."""
+        if len(self._handshakes) >= max(HANDSHAKES, self._limit - len(self._connections)):
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        task = asyncio.create_task(self._handshake(accepted))
+        self._handshakes[task] = None
+        task.add_done_callback(lambda ended: self._handshakes.pop(ended, None))
+
+    async def _handshake(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # of clients that leave, are silent or speak no TLS
+            await loop.connect_accepted_socket(
+                self._new_connection,
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_shutdown_timeout=CLOSE_S,
+            )
+
+
 def connection_error(code: str, message: str, kind: str) -> bytes:
     """Return an OpenAI error object as JSON."""
     error = {"message": message, "type": kind, "param": None, "code": code}
@@ -165,7 +273,8 @@ def connection_limit(wanted: int) -> int:
     files = descriptor_limit()
     if files is None:
         return wanted
-    left = files - len(os.listdir("/proc/self/fd")) - SPARE_FILES - HEALTH_CONNECTIONS
+    kept = SPARE_FILES + HEALTH_CONNECTIONS + HANDSHAKES
+    left = files - len(os.listdir("/proc/self/fd")) - kept
     limit = min(wanted, max(FEWEST_CONNECTIONS, left))
     if limit < wanted:
         log.warning(
@@ -203,7 +312,7 @@ class AcceptErrors:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error of the event loop."""
-        if not str(context.get("message", "")).startswith("socket.accept()"):
+        if not str(context.get("message", "")).startswith(ACCEPT_ERROR):
             loop.default_exception_handler(context)
             return
         now = self._clock()

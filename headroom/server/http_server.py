@@ -25,6 +25,7 @@ from headroom.server.connections import (
     KEEP_ALIVE_S,
     AcceptErrors,
     Connection,
+    TlsListener,
     connection_limit,
     end_late,
 )
@@ -71,10 +72,11 @@ class HttpServer(uvicorn.Server):
         check_tls(options)
         scheme = "http" if options.tls_cert is None else "https"
         self.address = f"{scheme}://{host}:{bound.getsockname()[1]}"
-        protocol = functools.partial(Connection, limit=connection_limit(options.max_connections))
+        self._limit = connection_limit(options.max_connections)
+        self._protocol = functools.partial(Connection, limit=self._limit)
         config = uvicorn.Config(
             self._app,
-            http=cast(type[asyncio.Protocol], protocol),
+            http=cast(type[asyncio.Protocol], self._protocol),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -102,9 +104,18 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then begin to load the first model."""
         asyncio.get_running_loop().set_exception_handler(AcceptErrors())
-        await super().startup(sockets)
+        context = self.config.ssl
+        await super().startup(sockets if context is None else [])
+        if context is not None:
+            listeners = [self._tls_listener(bound, context) for bound in sockets or ()]
+            self.servers = cast(list[asyncio.Server], listeners)  # they are closed in the same way
         if self.started:
             self._loading = asyncio.create_task(self._load_first())
+
+    def _tls_listener(self, bound: socket.socket, context: ssl.SSLContext) -> TlsListener:
+        state = self.server_state
+        new = functools.partial(self._protocol, self.config, state, self.lifespan.state)
+        return TlsListener(bound, context, new, state.connections, self._limit)
 
     async def _load_first(self) -> None:
         shelf = self.service.shelf

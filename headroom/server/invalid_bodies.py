@@ -125,12 +125,14 @@ def refuse_invalid(error: ValidationError, body: object) -> RefusalError:
 def _path(error: ErrorDetails, body: object) -> str | None:
     """Return the path of the wrong field, such as `messages[0].role`; None for the body itself.
 
-    pydantic's path may also have the chosen type of a tagged union, which is left out here.
+    pydantic's path may also have the chosen type of a tagged union, which is left out here. A body
+    need not have the first field: its value may have come under another name.
     """
     path, value, steps = "", body, error["loc"]
     for number, step in enumerate(steps):
         is_last = number == len(steps) - 1
-        if isinstance(value, dict) and (step in value or (is_last and error["type"] == "missing")):
+        absent = number == 0 or (is_last and error["type"] == "missing")
+        if isinstance(value, dict) and (step in value or absent):
             path, value = f"{path}.{step}", value.get(str(step))
         elif isinstance(value, list) and isinstance(step, int) and step < len(value):
             path, value = f"{path}[{step}]", value[step]

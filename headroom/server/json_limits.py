@@ -1,13 +1,14 @@
-"""Limits the number of JSON values in a body: too many would block the event loop."""
+"""Limits the number of JSON values in a body: reading too many would hold up other clients."""
 
 import re
 
 from headroom.server.refusals import RefusalError
 
-# Parsing and checking a value takes up to 1 us, and an object or a list up to 5 us, during which
-# no other client is served.
+# Parsing and checking a value takes up to 1 us, and an object or a list up to 20 us. It is done in
+# a thread, which holds the interpreter lock for much of that time. Agents send hundreds of messages
+# and tools, each of a few objects.
 MOST_VALUES = 1_000_000
-MOST_CONTAINERS = 50_000
+MOST_CONTAINERS = 20_000
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 
 

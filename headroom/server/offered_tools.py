@@ -132,7 +132,7 @@ def read_choice(
         return AskedChoice()
     if value == "none":
         return AskedChoice(mode="none")
-    if value == "required":
+    if value in ("required", "any"):  # "any" is Mistral's word
         return AskedChoice(mode="required")
     kind = value.get("type") if isinstance(value, dict) else None
     if kind in ("function", "custom"):

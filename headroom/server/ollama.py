@@ -1,10 +1,12 @@
 """Ollama's API: POST /api/chat, /api/generate, /api/embed and /api/embeddings."""
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
@@ -13,9 +15,11 @@ from starlette.responses import Response
 
 from headroom.answers import AnswerDelta, AnswerToken, Completion, join_deltas
 from headroom.engine.request import GenerationRequest
+from headroom.errors import ContextLengthError
 from headroom.llm import LLM
+from headroom.server.cut_chats import cut_to_fit
 from headroom.server.holding import WaitingStream
-from headroom.server.json_values import JSONResponse, write_json
+from headroom.server.json_values import JSONResponse, write_json, write_with_list
 from headroom.server.ollama_bodies import (
     AnswerBody,
     EmbedBody,
@@ -28,6 +32,7 @@ from headroom.server.refusals import problem_of
 from headroom.server.schemas import read_body
 from headroom.server.service import (
     Answers,
+    Embeddings,
     NewParser,
     Service,
     fill_in_of,
@@ -37,9 +42,11 @@ from headroom.server.service import (
 from headroom.server.shelf import ShelvedModel
 from headroom.server.sse import EventStream, while_connected
 from headroom.text.answer_parser import CallDelta, ToolCall, join_calls
+from headroom.text.long_texts import check_not_far_beyond, first_tokens
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
+log = logging.getLogger("headroom.server")
 
 Line = dict[str, Any]  # one JSON object of a stream, or a whole answer
 NANOSECONDS = 1_000_000_000
@@ -252,10 +259,24 @@ async def chat(request: Request) -> Response:
     nothing = {"message": {"role": "assistant", "content": ""}}
     if not body.messages:
         return await _load_only(service, shelved, body, nothing)
-    conversation = body.conversation()
+    conversation = await service.in_thread(body.conversation)
     llm = await _answering_model(service, shelved, body, nothing)
     load_s = time.perf_counter() - began
-    answers = await service.start_chat(llm, conversation, body.sampling())
+    start = partial(service.start_chat, llm, settings=body.sampling(), streams=body.streams)
+    try:
+        answers = await start(conversation)
+    except ContextLengthError:
+        if body.truncate is False:
+            raise
+        most = body.sampling().get("max_tokens")
+        cut = await service.in_thread(cut_to_fit, llm, conversation, most)
+        log.info(
+            "ollama: left %d of %d messages out of a chat, to fit the context of %d tokens",
+            len(conversation.messages) - len(cut.messages),
+            len(conversation.messages),
+            llm.context,
+        )
+        answers = await start(cut)
     writer = OllamaChatWriter()
     call = Call(body=body, answers=answers, writer=writer, began=began, load_s=load_s)
     return await _respond(request, service, call)
@@ -281,7 +302,7 @@ async def generate(request: Request) -> Response:
 
 
 @router.post("/api/embed", response_model=None)
-async def embed(request: Request) -> dict[str, Any]:
+async def embed(request: Request) -> Response:
     """Answer with a vector of length 1 for each text."""
     began = time.perf_counter()
     service: Service = request.app.state.service
@@ -289,20 +310,22 @@ async def embed(request: Request) -> dict[str, Any]:
     shelved = service.find_shelved(body.model)
     llm = await _kept_model(service, shelved, body.keep_alive)
     load_s = time.perf_counter() - began
-    texts = await service.in_thread(_cut, llm, body)
-    vectors: list[list[float]] = []
-    tokens = 0
+    texts: list[str | list[int]] = [*body.input]
+    if body.truncate is not False:
+        texts = await service.in_thread(_cut, llm, body.input)
+    found = Embeddings(vectors=[], prompt_tokens=0)
     if texts:
         work = service.embed(llm, texts, dimensions=body.dimensions or None)
         found = await while_connected(request, work)
-        vectors, tokens = [vector.tolist() for vector in found.vectors], found.prompt_tokens
-    return {
+    frame = {
         "model": body.model,
-        "embeddings": vectors,
         "total_duration": _ns(time.perf_counter() - began),
         "load_duration": _ns(load_s),
-        "prompt_eval_count": tokens,
+        "prompt_eval_count": found.prompt_tokens,
     }
+    vectors = (vector.tolist() for vector in found.vectors)
+    written = await service.in_thread(write_with_list, frame, "embeddings", vectors)
+    return Response(written, media_type="application/json")
 
 
 @router.post("/api/embeddings", response_model=None)
@@ -313,7 +336,8 @@ async def embeddings(request: Request) -> dict[str, Any]:
     llm = await _kept_model(service, service.find_shelved(body.model), body.keep_alive)
     if not body.prompt:
         return {"embedding": []}
-    work = service.embed(llm, [body.prompt], input_field="prompt")
+    texts = await service.in_thread(_cut, llm, [body.prompt])
+    work = service.embed(llm, texts, input_field="prompt")
     found = await while_connected(request, work)
     return {"embedding": found.vectors[0].tolist()}
 
@@ -369,7 +393,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
     settings, tokenizer = body.sampling(), llm.tokenizer
     text = body.prompt or ""
     if not (body.raw or body.suffix) and llm.template is not None:
-        prompt = llm.prepare_chat(body.conversation())
+        prompt = llm.prepare_chat(body.conversation(), must_fit=True)
         tokens = prompt.tokens
         if body.context and tokens[:1] == (tokenizer.bos_id,):
             tokens = tokens[1:]  # the context begins with this token already
@@ -378,9 +402,12 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
             [(*body.context, *tokens)],
             settings,
             prompt_field="prompt",
+            streams=body.streams,
             new_constraint=prompt.new_constraint,
         )
         return asked, prompt.new_parser
+    for part in (text, body.suffix or ""):
+        check_not_far_beyond(tokenizer, part, llm.context)
     grammar = None if body.format is None else llm.grammars.compile([body.format], continues=True)
     fill_in = fill_in_of(llm, body.suffix)
     if fill_in is not None and body.suffix:
@@ -394,6 +421,7 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
         [plain],
         settings,
         prompt_field="prompt",
+        streams=body.streams,
         new_constraint=lambda most: None if grammar is None else grammar.begin(),
     )
     if fill_in is not None:
@@ -401,12 +429,11 @@ def _prepare(llm: LLM, body: GenerateBody) -> tuple[GenerationRequest, NewParser
     return asked, no_parser
 
 
-def _cut(llm: LLM, body: EmbedBody) -> list[str | list[int]]:
-    """Return the texts; texts beyond the context are cut, unless `truncate` is false."""
-    if body.truncate is False:
-        return list(body.input)
+def _cut(llm: LLM, texts: Sequence[str]) -> list[str | list[int]]:
+    """Return the texts; of those beyond the context, the tokens that fit."""
     cut: list[str | list[int]] = []
-    for text in body.input:
-        tokens = llm.embedding_request(text).prompt
+    for text in texts:
+        beginning = first_tokens(llm.tokenizer, text, llm.context)
+        tokens = beginning or llm.embedding_request(text).prompt
         cut.append(text if len(tokens) < llm.context else list(tokens[: llm.context - 1]))
     return cut

@@ -1,39 +1,35 @@
 """The bodies of Ollama's API, and the conversations and settings that they stand for."""
 
-import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from headroom.engine.request import MAX_COUNT, MAX_LOGPROBS
+from headroom.server.answer_fields import VECTOR_FIELDS
 from headroom.server.invalid_bodies import short, wrong_type, wrong_value
-from headroom.server.offered_tools import OfferedTools
-from headroom.server.openai_tools import ToolBody, ToolName
+from headroom.server.offered_tools import OfferedTools, read_choice
+from headroom.server.openai_tools import ToolBody, ToolName, arguments_text
 from headroom.server.schemas import (
     Body,
+    CheckedBody,
     Number,
     check_stops,
     invalid,
-    refuse_unhonoured,
     token_ids,
     unsupported,
 )
-from headroom.server.service import UNTIL_END
+from headroom.server.service import MAX_EMBEDDED_TEXTS, UNTIL_END
 from headroom.server.shelf import NEVER
-from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool
+from headroom.server.thinking_fields import Think
+from headroom.text.conversation import Conversation, OutputFormat, Thinking
 
 log = logging.getLogger("headroom.server")
 
 OLLAMA_ROLES = ("system", "user", "assistant", "tool")
-THINKING_LEVELS = ("low", "medium", "high", "max")
-# Options that are not supported and would change the answer, with values that change nothing.
-OPTIONS_NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
-    "mirostat": (), "typical_p": (1,), "tfs_z": (1,),
-}  # fmt: skip
 UNIT_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _STEP = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")  # as Go writes durations
 _DURATION = re.compile(rf"([+-]?)((?:{_STEP.pattern})+)")
@@ -71,8 +67,10 @@ def seconds(value: object) -> float:
     return NEVER if value < 0 else float(value)
 
 
-class OptionsBody(Body):
+class OptionsBody(CheckedBody):
     """Sampling settings and limits of an answer; options of Ollama's loader are ignored."""
+
+    prefix = "options."
 
     temperature: Number | None = None
     top_k: Whole | None = None
@@ -86,13 +84,6 @@ class OptionsBody(Body):
     num_predict: Whole | None = None
     num_ctx: Whole | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(check_stops)] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
-        if isinstance(body, dict):
-            refuse_unhonoured(body, OPTIONS_NOT_HONOURED, "options.")
-        return body
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling settings that the options give, with headroom's names."""
@@ -115,14 +106,6 @@ class OptionsBody(Body):
         elif self.repeat_last_n == 0:  # in Ollama, no tokens: no penalties
             given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         return {name: value for name, value in given.items() if value is not None}
-
-
-def _check_think(value: object) -> bool | str | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value in THINKING_LEVELS:
-        return value
-    raise wrong_value(f"true, false or one of {', '.join(THINKING_LEVELS)}")
 
 
 def _check_images(value: object) -> None:
@@ -164,13 +147,13 @@ class ModelBody(Body):
         return body
 
 
-class AnswerBody(ModelBody):
+class AnswerBody(ModelBody, CheckedBody):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None  # left out: true
     options: OptionsBody | None = None
     format: Annotated[OutputFormat | None, PlainValidator(_check_format)] = None
-    think: Annotated[bool | str | None, PlainValidator(_check_think)] = None
+    think: Think = None
     keep_alive: KeepAlive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -209,7 +192,7 @@ class OllamaFunctionBody(Body):
     """The function and the arguments of a call that an assistant made earlier."""
 
     name: ToolName
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = "{}"  # JSON
 
 
 class CallBody(Body):
@@ -245,21 +228,27 @@ class OllamaChatBody(AnswerBody):
 
     messages: Annotated[list[OllamaMessageBody], Field(fail_fast=True)] | None = None
     tools: Annotated[list[ToolBody], Field(fail_fast=True)] | None = None
+    tool_choice: Any = None  # as in OpenAI's chats
+    truncate: bool | None = None  # left out: true
 
     def conversation(self) -> Conversation:
         """Return the body as a `Conversation`."""
+        offer = self._offered().choose(
+            read_choice(self.tool_choice or None, nested=True), parallel=True
+        )
         return Conversation(
             messages=read_messages(self.messages or []),
-            tools=self._offered(),
+            tools=offer.tools,
+            tool_choice=offer.choice,
             output_format=self.format,
             thinking=self.thinking(),
         )
 
-    def _offered(self) -> tuple[Tool, ...]:
+    def _offered(self) -> OfferedTools:
         offered = OfferedTools()
         for index, body in enumerate(self.tools or ()):
             offered.add(body.offered(f"tools[{index}]"))
-        return tuple(one.tool for one in offered.all)
+        return offered
 
 
 def read_messages(messages: Sequence[OllamaMessageBody]) -> list[dict[str, Any]]:
@@ -287,8 +276,7 @@ def read_messages(messages: Sequence[OllamaMessageBody]) -> list[dict[str, Any]]
 
 
 def _call(call: CallBody, other_id: str) -> dict[str, Any]:
-    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id or other_id, "type": "function", "function": function}
 
 
@@ -360,11 +348,15 @@ def _check_texts(value: object) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise wrong_type("a text or a list of texts")
+    if len(texts) > MAX_EMBEDDED_TEXTS:
+        raise ValueError(f"{len(texts)} texts were given; at most {MAX_EMBEDDED_TEXTS} are allowed")
     return texts
 
 
-class EmbedBody(ModelBody):
+class EmbedBody(ModelBody, CheckedBody):
     """The body of /api/embed."""
+
+    known_fields = VECTOR_FIELDS
 
     input: Annotated[list[str], PlainValidator(_check_texts)] = Field(default_factory=list)
     truncate: bool | None = None  # left out: true
@@ -372,8 +364,10 @@ class EmbedBody(ModelBody):
     keep_alive: KeepAlive | None = None
 
 
-class EmbeddingsBody(ModelBody):
+class EmbeddingsBody(ModelBody, CheckedBody):
     """The body of /api/embeddings, which is older than /api/embed."""
+
+    known_fields = VECTOR_FIELDS
 
     prompt: str | None = None
     keep_alive: KeepAlive | None = None

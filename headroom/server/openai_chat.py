@@ -1,9 +1,10 @@
 """POST /v1/chat/completions: answers a conversation, in OpenAI's format."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
@@ -23,7 +24,6 @@ from headroom.server.openai_shared import (
 from headroom.server.openai_tools import (
     CalledFunctionBody,
     ChatToolCall,
-    NonEmpty,
     ToolCallBody,
     ToolFields,
 )
@@ -84,7 +84,7 @@ class MessageBody(Body):
     content: Annotated[str | None, PlainValidator(_check_content)] = None
     name: str | None = None
     tool_calls: Annotated[list[ChatToolCall], Field(fail_fast=True)] | None = None
-    tool_call_id: NonEmpty | None = None
+    tool_call_id: str | None = None
     function_call: CalledFunctionBody | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # what other servers call `reasoning_content`
@@ -128,15 +128,6 @@ class MessageBody(Body):
 class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
     """The body of /v1/chat/completions."""
 
-    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "chat_template": (),
-        "documents": (),
-        "echo": (),
-        "best_of": (1,),
-        "suffix": (),
-        "mm_processor_kwargs": (),
-    }
-
     messages: Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -178,7 +169,7 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
         """Return the body as a `Conversation`."""
         offer = self.tool_offer(offered)
         return Conversation(
-            messages=[message.for_template() for message in self.messages],
+            messages=with_call_ids([message.for_template() for message in self.messages]),
             tools=offer.tools,
             tool_choice=offer.choice,
             output_format=self.output_format(),
@@ -188,15 +179,37 @@ class ChatBody(ThinkingFields, FormatFields, ToolFields, GenerationBody):
         )
 
 
+def with_call_ids(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which all calls have ids.
+
+    Some clients lose the ids of earlier calls. Results without an id belong to such calls in order.
+    """
+    open_calls: deque[dict[str, Any]] = deque()  # calls that came without an id
+    for number, turn in enumerate(turns):
+        for index, call in enumerate(turn.get("tool_calls", ())):
+            if not call["id"]:
+                call["id"] = f"call_{number}_{index}"
+                open_calls.append(call)
+        if turn["role"] != "tool" or turn["tool_call_id"]:
+            continue
+        where = f"messages[{number}].tool_call_id"
+        if not open_calls:
+            raise invalid(where, f"`{where}` is empty, and no call before it has no id.")
+        turn["tool_call_id"] = open_calls.popleft()["id"]
+    return turns
+
+
 @router.post("/v1/chat/completions", response_model=None)
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     body = await read_body(request, ChatBody, service.options.max_body)
     offered = body.offered_tools()
-    chat = body.conversation(offered)
+    chat = await service.in_thread(body.conversation, offered)
     llm = await service.model(body.model, streams=body.stream)
-    answers = await service.start_chat(llm, chat, body.sampling(), n=body.n or 1)
+    answers = await service.start_chat(
+        llm, chat, body.sampling(), n=body.n or 1, streams=bool(body.stream)
+    )
     envelope = Envelope(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         object="chat.completion.chunk" if body.stream else "chat.completion",
@@ -237,18 +250,24 @@ class ChatWriter:
         """Return the choice with the role of the answer."""
         return _streamed(index, {"role": "assistant", "content": ""})
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return what a delta adds to thought, text and calls; None if it adds nothing."""
+    def pieces(self, delta: AnswerDelta) -> list[dict[str, Any]]:
+        """Return what a delta adds to thought, text and calls.
+
+        Each choice adds to one call at most, because clients read only the first of a chunk.
+        """
         parts: dict[str, Any] = {}
+        later: list[dict[str, Any]] = []
         if delta.thought and self._with_thoughts:
             parts["reasoning_content"] = delta.thought
         if delta.calls:
             self._calling.add(delta.index)
-            parts |= self._streamed_calls(delta)
+            first, *later = self._streamed_calls(delta) or [{}]
+            parts |= first
         logprobs = self._logprobs(delta.shown_tokens)
         if delta.text or (logprobs is not None and delta.shown_tokens and not parts):
             parts["content"] = delta.text
-        return _streamed(delta.index, parts, logprobs) if parts else None
+        pieces = [_streamed(delta.index, parts, logprobs)] if parts else []
+        return pieces + [_streamed(delta.index, part) for part in later]
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""
@@ -295,15 +314,15 @@ class ChatWriter:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": call.id, "type": "function", "function": function}
 
-    def _streamed_calls(self, delta: AnswerDelta) -> dict[str, Any]:
+    def _streamed_calls(self, delta: AnswerDelta) -> list[dict[str, Any]]:
         """Return what a delta adds to calls: first the id and the name, then the arguments."""
         if self._as_functions:
             first = [call for call in delta.calls if call.index == 0]
             function = {"arguments": "".join(call.arguments for call in first)}
             name = "".join(call.name for call in first)
-            return {"function_call": {"name": name, **function} if name else function}
+            return [{"function_call": {"name": name, **function} if name else function}]
         calls = [self._streamed_call(delta.index, call) for call in delta.calls]
-        return {"tool_calls": shown} if (shown := [call for call in calls if call]) else {}
+        return [{"tool_calls": [call]} for call in calls if call]
 
     def _streamed_call(self, answer: int, call: CallDelta) -> dict[str, Any] | None:
         """Return what a piece adds to one call; None if it adds nothing yet."""

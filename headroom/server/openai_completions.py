@@ -1,10 +1,10 @@
 """POST /v1/completions: continues prompts, in OpenAI's format."""
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, PlainValidator, model_validator
@@ -13,6 +13,8 @@ from starlette.responses import Response
 from headroom.answers import AnswerDelta, AnswerToken, Completion
 from headroom.engine.request import MAX_COUNT, MAX_LOGPROBS, TokenLogprobs
 from headroom.errors import RequestError
+from headroom.llm import LLM
+from headroom.server.answer_fields import THOUGHTS_OFF
 from headroom.server.openai_shared import (
     Envelope,
     GenerationCall,
@@ -31,6 +33,7 @@ from headroom.server.schemas import (
 from headroom.server.service import Service, fill_in_of, make_requests
 from headroom.text.detokenizer import Detokenizer
 from headroom.text.fill_in import FillIn
+from headroom.text.long_texts import check_not_far_beyond
 from headroom.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -45,13 +48,8 @@ MAX_ECHOED_LOGPROBS = 1 << 19
 class CompletionBody(FormatFields, GenerationBody):
     """The body of /v1/completions."""
 
-    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        # Prompts are not rendered by a chat template, so there are no tools and no thoughts.
-        "tools": (), "tool_choice": ("auto",), "functions": (),
-        "function_call": ("auto",), "reasoning_effort": (), "reasoning": (), "thinking": (),
-        "enable_thinking": (), "thinking_budget": (), "chat_template_kwargs": (),
-        "continue_final_message": (), "max_completion_tokens": (), "top_logprobs": (),
-    }  # fmt: skip
+    # Prompts are not rendered by a chat template, so there are no tools and no thoughts.
+    harmless = THOUGHTS_OFF
 
     prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     max_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None  # 0: only the echo
@@ -94,7 +92,7 @@ async def completions(request: Request) -> Response:
         )
     tokenizer = llm.tokenizer
     wanted, fill_in = body.output_format(), fill_in_of(llm, body.suffix)
-    prompts = await service.in_thread(_encode, tokenizer, body, fill_in)
+    prompts = await service.in_thread(_encode, llm, body, fill_in)
     settings = {"max_tokens": DEFAULT_MAX_TOKENS, **body.sampling()}
     only_prompts = body.max_tokens == 0
     if only_prompts:
@@ -114,6 +112,7 @@ async def completions(request: Request) -> Response:
             settings,
             body.n or 1,
             prompt_field="prompt",
+            streams=bool(body.stream),
             new_constraint=lambda most: None if grammar is None else grammar.begin(),
         )
     )
@@ -143,7 +142,11 @@ def _check_echoed(tokens: int, n: int, logprobs: int) -> None:
         )
 
 
-def _encode(tokenizer: Tokenizer, body: CompletionBody, fill_in: FillIn | None) -> list[list[int]]:
+def _encode(llm: LLM, body: CompletionBody, fill_in: FillIn | None) -> list[list[int]]:
+    tokenizer = llm.tokenizer
+    for text in (*body.prompt, body.suffix):
+        if isinstance(text, str):
+            check_not_far_beyond(tokenizer, text, llm.context)
     if fill_in is not None and body.suffix:
         return [fill_in.prompt(tokenizer, prompt, body.suffix) for prompt in body.prompt]
     return [
@@ -186,12 +189,12 @@ class CompletionWriter:
         prompt = self._prompt(index)
         return None if prompt is None else _choice(index, prompt.text)
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return what a delta adds to text and logprobs; None if it adds nothing."""
+    def pieces(self, delta: AnswerDelta) -> list[dict[str, Any]]:
+        """Return what a delta adds to text and logprobs."""
         logprobs = self._logprobs(delta.index, delta.shown_tokens, delta.prompt_logprobs)
         if not delta.text and logprobs is None:
-            return None
-        return _choice(delta.index, delta.text, logprobs)
+            return []
+        return [_choice(delta.index, delta.text, logprobs)]
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that says why the answer ended."""

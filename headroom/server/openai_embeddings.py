@@ -1,19 +1,21 @@
 """POST /v1/embeddings: returns vectors of texts, in OpenAI's format."""
 
 import base64
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import PlainValidator
+from starlette.responses import Response
 
 from headroom.engine.pooling import Vector
-from headroom.server.schemas import Body, Positive, prompt_list, read_body
-from headroom.server.service import Service
+from headroom.server.answer_fields import VECTOR_FIELDS
+from headroom.server.json_values import write_with_list
+from headroom.server.schemas import CheckedBody, Positive, prompt_list, read_body
+from headroom.server.service import MAX_EMBEDDED_TEXTS, Embeddings, Service
 from headroom.server.sse import while_connected
 
 router = APIRouter()
-
-MAX_EMBEDDED_TEXTS = 2048  # in one request; OpenAI's limit
 
 
 def _check_input(value: object) -> list[str | list[int]]:
@@ -25,8 +27,10 @@ def _check_input(value: object) -> list[str | list[int]]:
     return texts
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(CheckedBody):
     """The body of /v1/embeddings."""
+
+    known_fields = VECTOR_FIELDS
 
     input: Annotated[list[str | list[int]], PlainValidator(_check_input)]
     model: str | None = None
@@ -36,27 +40,29 @@ class EmbeddingBody(Body):
 
 
 @router.post("/v1/embeddings", response_model=None)
-async def embeddings(request: Request) -> dict[str, Any]:
+async def embeddings(request: Request) -> Response:
     """Answer with a vector of length 1 for each text."""
     service: Service = request.app.state.service
     body = await read_body(request, EmbeddingBody, service.options.max_body)
     llm = await service.model(body.model)
     work = service.embed(llm, body.input, dimensions=body.dimensions)
     found = await while_connected(request, work)
-    as_base64 = body.encoding_format == "base64"
-    return {
-        "object": "list",
-        "data": [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": _base64(vector) if as_base64 else vector.tolist(),
-            }
-            for index, vector in enumerate(found.vectors)
-        ],
-        "model": llm.name,
-        "usage": {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens},
-    }
+    write = partial(_write, found, llm.name, as_base64=body.encoding_format == "base64")
+    return Response(await service.in_thread(write), media_type="application/json")
+
+
+def _write(found: Embeddings, model: str, *, as_base64: bool) -> bytes:
+    """Return the answer as JSON."""
+    counts = {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+    entries = (
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": _base64(vector) if as_base64 else vector.tolist(),
+        }
+        for index, vector in enumerate(found.vectors)
+    )
+    return write_with_list({"object": "list", "model": model, "usage": counts}, "data", entries)
 
 
 def _base64(vector: Vector) -> str:

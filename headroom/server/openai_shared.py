@@ -53,8 +53,8 @@ class ChoiceWriter(Protocol):
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the first choice of a streamed answer, before its first token; None for none."""
 
-    def piece(self, delta: AnswerDelta) -> dict[str, Any] | None:
-        """Return the choice that a delta adds to a streamed answer; None if it adds nothing."""
+    def pieces(self, delta: AnswerDelta) -> Sequence[dict[str, Any]]:
+        """Return the choices that a delta adds to a streamed answer, one for each chunk."""
 
     def last(self, delta: AnswerDelta) -> dict[str, Any]:
         """Return the choice that ends a streamed answer."""
@@ -110,7 +110,7 @@ async def _chunks(call: GenerationCall) -> AsyncGenerator[dict[str, Any], None]:
             yield envelope.wrap([opening], **usage)
     async with aclosing(call.answers.deltas()) as deltas:
         async for delta in deltas:
-            if delta.shows and (piece := writer.piece(delta)) is not None:
+            for piece in writer.pieces(delta) if delta.shows else ():
                 yield envelope.wrap([piece], **usage)
             if delta.finish_reason is None:
                 continue

@@ -6,7 +6,7 @@ The older fields `functions` and `function_call` are read as tools; only one cal
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, model_validator
 
 from headroom.server.offered_tools import (
     AskedChoice,
@@ -121,11 +121,26 @@ def _read_tool(value: object) -> ToolBody | CustomToolBody:
     return (CustomToolBody if _is_custom(value) else ToolBody).model_validate(value)
 
 
+def arguments_text(value: object) -> object:
+    """Return the arguments of an earlier call as JSON text; clients send objects and null, too."""
+    if value is None:
+        return "{}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+def _known_id(value: object) -> object:
+    return "" if value is None else value
+
+
+# The id of an earlier call; "" if the client sent none.
+CallId = Annotated[str, BeforeValidator(_known_id)]
+
+
 class CalledFunctionBody(Body):
     """The function and the arguments of a call that an assistant made earlier."""
 
     name: ToolName
-    arguments: str = ""  # JSON
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = ""  # JSON
 
 
 class CalledCustomBody(Body):
@@ -138,19 +153,19 @@ class CalledCustomBody(Body):
 class ToolCallBody(Body):
     """A call of a function that an assistant made earlier."""
 
-    id: NonEmpty
-    type: Literal["function"] = "function"
+    id: CallId = ""
+    type: Literal["function"] | None = None
     function: CalledFunctionBody
 
     def for_template(self) -> dict[str, Any]:
         """Return the call as chat templates expect it."""
-        return self.model_dump()
+        return {"id": self.id, "type": "function", "function": self.function.model_dump()}
 
 
 class CustomToolCallBody(Body):
     """A call of a custom tool that an assistant made earlier."""
 
-    id: NonEmpty
+    id: CallId = ""
     type: Literal["custom"]
     custom: CalledCustomBody
 

@@ -1,8 +1,8 @@
 """The fields of a request that say what the text of its answer must match.
 
 These are OpenAI's `response_format`, and the fields that clients of other servers send: those of
-vLLM (`guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`, `structured_outputs`) and of
-llama.cpp (`json_schema`, `grammar`).
+vLLM (`guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`, `structured_outputs`), of
+llama.cpp (`json_schema`, `grammar`) and of SGLang (`regex`).
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ class FormatFields(Body):
     structured_outputs: Any = None
     json_schema: Any = None
     grammar: Any = None
+    regex: Any = None
 
     def output_format(self) -> OutputFormat | None:
         """Return what the answer must match; None for any text."""
@@ -151,4 +152,5 @@ _READERS = {
     "structured_outputs": _structured_outputs,
     "json_schema": _schema,
     "grammar": _grammar,
+    "regex": _regex,
 }

@@ -30,6 +30,7 @@ class RequestRecord:
 
     id: str
     key: ApiKey | None = None  # the one that the client sent
+    body_bytes: int = 0
     prompt_tokens: int = 0  # of every answer
     generated_tokens: int = 0
     first_token_at: float | None = None  # time.perf_counter()

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headroom.errors import HeadroomError
-from headroom.llm import LLM
+from headroom.server.cut_chats import cut_to_fit
 from headroom.server.holding import WaitingStream
 from headroom.server.invalid_bodies import short
 from headroom.server.json_values import JSONResponse
@@ -24,15 +25,11 @@ from headroom.server.responses_store import Item, ResponseStore, StoredResponse
 from headroom.server.schemas import read_body, unsupported
 from headroom.server.service import Answers, Service
 from headroom.server.sse import EventStream, event, while_connected
-from headroom.text.conversation import Conversation
 
 router = APIRouter()
 
 PATH = "/v1/responses"
 MAX_LISTED, DEFAULT_LISTED = 100, 20  # input items on one page
-# Input that is cut to fit leaves one eighth of the context for the answer, or as many tokens as
-# `max_output_tokens` if that is less.
-CUT_ANSWER_SHARE = 8
 
 
 class ResponseCancelledError(HeadroomError):
@@ -45,7 +42,7 @@ async def create_response(request: Request) -> Response:
     service: Service = request.app.state.service
     store: ResponseStore = request.app.state.responses
     body = await read_body(request, ResponseBody, service.options.max_body)
-    prompt = Prompt(body, store)
+    prompt = await service.in_thread(Prompt, body, store)
     model = service.find_shelved(body.model).name
     record = ResponseRecord(model, body.asked({}), body.sampling().get("seed"))
     framer = EventFramer(record)
@@ -54,7 +51,9 @@ async def create_response(request: Request) -> Response:
         chat = prompt.chat
         if body.truncation == "auto":
             chat = await service.in_thread(cut_to_fit, llm, chat, body.max_output_tokens)
-        answers = await service.start_chat(llm, chat, body.sampling(), messages_field="input")
+        answers = await service.start_chat(
+            llm, chat, body.sampling(), messages_field="input", streams=bool(body.stream)
+        )
     except Exception as error:
         if not framer.began:
             raise
@@ -86,10 +85,16 @@ async def count_input_tokens(request: Request) -> dict[str, Any]:
     """Answer with the number of tokens of a prompt."""
     service: Service = request.app.state.service
     body = await read_body(request, InputBody, service.options.max_body)
-    chat = Prompt(body, request.app.state.responses).chat
+    asked = await service.in_thread(Prompt, body, request.app.state.responses)
     llm = await service.model(body.model)
-    prompt = await service.in_thread(llm.prepare_chat, chat)
+    prompt = await service.in_thread(llm.prepare_chat, asked.chat)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
+
+
+@router.post(PATH + "/{response_id}")
+async def refuse_other_calls(response_id: str) -> None:
+    """Answer that the call does not exist, for `compact` and others that this server has not."""
+    raise HTTPException(404)
 
 
 @router.get(PATH + "/{response_id}", response_model=None)
@@ -374,36 +379,3 @@ class EventFramer:
         """
         _, in_progress = first = list(self._record.at_start().first_events())
         return self.frame(in_progress) if self.began else b"".join(map(self.frame, first))
-
-
-def cut_to_fit(llm: LLM, chat: Conversation, max_tokens: int | None) -> Conversation:
-    """Return a chat without its oldest turns, as many as needed to fit it into the context.
-
-    A turn is a message of the user and all that follows it. The system message at the beginning
-    and the last turn stay.
-    """
-    room = max(1, llm.context // CUT_ANSWER_SHARE)
-    if max_tokens is not None and max_tokens > 0:
-        room = min(room, max_tokens)
-    kept = 1 if chat.messages[0]["role"] == "system" else 0
-    starts = [
-        place
-        for place, message in enumerate(chat.messages)
-        if place >= kept and message["role"] == "user"
-    ]
-
-    def without(turns: int) -> Conversation:
-        rest = chat.messages[starts[turns] :] if turns else chat.messages[kept:]
-        return replace(chat, messages=[*chat.messages[:kept], *rest])
-
-    def fits(turns: int) -> bool:
-        return len(llm.prepare_chat(without(turns)).tokens) + room <= llm.context
-
-    # Binary search for the fewest turns to leave out: each trial encodes the whole prompt.
-    low, high = 0, max(0, len(starts) - 1)
-    if fits(0):
-        return chat
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return without(low)

@@ -1,7 +1,7 @@
 """The body of /v1/responses, and the conversation that it stands for."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -24,15 +24,6 @@ Includable = Literal[
     "code_interpreter_call.outputs", "reasoning.encrypted_content", "message.output_text.logprobs",
 ]  # fmt: skip
 Summary = Literal["auto", "concise", "detailed", "none"]
-# Fields of chat completions that would change an answer, and their names in this API.
-CHAT_FIELDS = {
-    "messages": "input",
-    "response_format": "text.format",
-    "max_completion_tokens": "max_output_tokens",
-    "functions": "tools",
-    "function_call": "tool_choice",
-    "logprobs": "include",
-}
 
 
 class SummaryBody(ReasoningBody):
@@ -159,13 +150,7 @@ class InputBody(ThinkingFields, FormatFields):
 class ResponseBody(InputBody, GenerationBody):
     """The body of /v1/responses; it accepts the sampling settings of the chat API, too."""
 
-    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "background": (),
-        "conversation": (),
-        "prompt": (),
-        "moderation": (),
-        "context_management": (),
-    }
+    not_honoured = ("response_format",)
 
     max_output_tokens: MaxTokens | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
@@ -180,14 +165,8 @@ class ResponseBody(InputBody, GenerationBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_other_apis(cls, body: Any) -> Any:
-        """Refuse fields of chat completions that would change the answer."""
-        if not isinstance(body, dict):
-            return body
-        for name, right in CHAT_FIELDS.items():
-            if body.get(name) not in (None, False):
-                raise unsupported(name, f"`{name}` is a field of chats; use `{right}` here.")
-        if body.get("n") not in (None, 1):
+    def _has_one_answer(cls, body: Any) -> Any:
+        if isinstance(body, dict) and body.get("n") not in (None, 1):
             raise unsupported("n", f"`n` is {short(body['n'])}; a response has only one answer.")
         return body
 
@@ -231,11 +210,12 @@ class ResponseBody(InputBody, GenerationBody):
         text = self.text or TextBody()
         form = {"type": "text"} if text.format is None else text.format.shown()
         reasoning = self.reasoning or SummaryBody()
+        choice = "auto" if self.tool_choice is None else self.tool_choice
         return {
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
             "tools": [tool.shown() for tool in self.tools or ()],
-            "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
+            "tool_choice": "required" if choice == "any" else choice,
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "max_tool_calls": self.max_tool_calls,
             "temperature": sampling["temperature"],

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from headroom.server.invalid_bodies import short, wrong_type
 from headroom.server.offered_tools import OfferedTools
+from headroom.server.openai_tools import arguments_text
 from headroom.server.refusals import RefusalError
 from headroom.server.responses_tools import ResponsesToolBody
 from headroom.server.schemas import LEFT_OUT_PART, Body
@@ -78,7 +79,7 @@ class ItemBody(Body):
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
-    arguments: str | None = None
+    arguments: Annotated[str | None, BeforeValidator(arguments_text)] = None
     input: str | None = None
     action: dict[str, Any] | None = None
     output: Parts = None
@@ -86,6 +87,8 @@ class ItemBody(Body):
 
     @model_validator(mode="after")
     def _is_whole(self) -> "ItemBody":
+        if self.kind == "function_call" and self.arguments is None:
+            self.arguments = "{}"
         for field in _REQUIRED.get(self.kind, ()):
             if getattr(self, field) is None:
                 raise ValueError(f"an item of type '{self.kind}' needs `{field}`")
@@ -129,7 +132,7 @@ def _typed(part: dict[str, Any], role: str | None) -> dict[str, Any]:
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "reasoning": (),
-    "function_call": ("call_id", "name", "arguments"),
+    "function_call": ("call_id", "name"),
     "custom_tool_call": ("call_id", "name", "input"),
     "local_shell_call": ("call_id", "action"),
     "function_call_output": ("call_id", "output"),

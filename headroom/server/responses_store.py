@@ -1,5 +1,6 @@
 """ResponseStore: the responses that clients can fetch or continue, within limits."""
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class StoredResponse:
 
 class ResponseStore:
     """Keeps the most recently used responses, limited in number and in bytes.
+
+    Other threads may look for responses while the event loop's thread adds and drops them.
 
     A response refers to those that it continues, even after the store has dropped them. So their
     bytes count for each response that refers to them, and the limit holds.
@@ -103,7 +106,7 @@ class ResponseStore:
 
     def find_item(self, item_id: str) -> Item | None:
         """Return the input or output item with this id, from the most recent response."""
-        for response in reversed(self._responses.values()):
+        for response in reversed([*self._responses.values()]):
             for item in (*response.input, *response.record.output):
                 if item.get("id") == item_id:
                     return item
@@ -120,9 +123,10 @@ class ResponseStore:
         self._responses.pop(response_id, None)
 
     def _find(self, response_id: str) -> StoredResponse | None:
-        if response_id in self._responses:
+        found = self._responses.get(response_id)
+        with contextlib.suppress(KeyError):  # another thread may have dropped it meanwhile
             self._responses.move_to_end(response_id)
-        return self._responses.get(response_id)
+        return found
 
     def _make_room(self) -> None:
         total = sum(response.bytes for response in self._responses.values())

@@ -1,9 +1,10 @@
 """Reads and checks request bodies; the fields that several endpoints share."""
 
 import asyncio
+import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field as DataclassField
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_origin, get_type_hints
 
@@ -11,6 +12,7 @@ from fastapi import Request
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -22,13 +24,21 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
 from headroom.engine.request import MAX_COUNT, SamplingParams, user_settings
+from headroom.server.answer_fields import (
+    ANSWER_FIELDS,
+    AnswerField,
+    Values,
+    refuse_undeclared,
+)
 from headroom.server.invalid_bodies import refuse_invalid, short, wrong_type, wrong_value
 from headroom.server.json_limits import check_json_size
 from headroom.server.refusals import RefusalError, shutting_down
+from headroom.server.request_log import current_record
 
 MAX_CHOICES = 128  # answers to one prompt
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+SMALL_BODY_BYTES = 64 << 10  # larger bodies are parsed and checked in a thread
 BODY_S = 60.0  # seconds that a client has to send a whole body
 # What the model reads instead of a picture in a tool's result. Such a picture is not refused: the
 # client cannot change what the tool returned.
@@ -95,11 +105,11 @@ def check_stops(value: object) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str):
             raise wrong_type("a text or a list of texts")
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+        if len(stop) > MAX_STOP_CHARACTERS:
             raise ValueError(
-                f"a stop text has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"
+                f"a stop text has {len(stop)} characters; at most {MAX_STOP_CHARACTERS} are allowed"
             )
-    return tuple(stops)
+    return tuple(stop for stop in stops if stop)  # clients send "" for none
 
 
 def _check_bias(value: object) -> dict[int, float]:
@@ -115,6 +125,11 @@ def _check_bias(value: object) -> dict[int, float]:
             raise ValueError(f"the bias of token {key} must be a number from -100 to 100")
         biases[int(key)] = float(bias)
     return biases
+
+
+def _all_tokens(top_k: object) -> object:
+    """Return a top-k of -1, by which other servers mean all tokens, as 0."""
+    return 0 if top_k == -1 else top_k
 
 
 def unsupported(param: str, message: str) -> RefusalError:
@@ -139,28 +154,40 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-# Fields of other servers and APIs that would change the answer and are not supported here. They may
-# have a value of EMPTY, or one of the values listed here, which change nothing; others are refused.
-NOT_HONOURED: Mapping[str, tuple[object, ...]] = {
-    # OpenAI
-    "audio": (), "modalities": (["text"],),
-    # vLLM
-    "min_tokens": (), "use_beam_search": (), "length_penalty": (1,), "bad_words": (),
-    "allowed_token_ids": (), "stop_token_ids": (), "include_stop_str_in_output": (),
-    "truncate_prompt_tokens": (), "logits_processors": (),
-    "prompt_embeds": (),
-    # llama.cpp
-    "mirostat": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1,), "dynatemp_range": (),
-    "xtc_probability": (), "dry_multiplier": (), "samplers": (), "lora": (), "repeat_last_n": (64,),
-    "reasoning_format": ("auto", "deepseek", "parsed"),
-}  # fmt: skip
-EMPTY: tuple[object, ...] = (None, False, 0, "", "none", [], {})
-# Fields that are not supported, where even an empty object or 0 would change the answer.
-MUST_BE_NULL = ("web_search_options", "prompt_logprobs")
-# Fields that may only be null or true, at endpoints that do not declare them.
-MUST_BE_TRUE = ("skip_special_tokens", "add_generation_prompt")
-# Names that other servers have for sampling settings.
-FOREIGN_NAMES = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+# Names that other servers have for settings of this one.
+FOREIGN_NAMES = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+}
+
+
+class CheckedBody(Body):
+    """A body that refuses fields of other APIs, if they would change its answer."""
+
+    known_fields: ClassVar[Mapping[str, AnswerField]] = ANSWER_FIELDS
+    harmless: ClassVar[Mapping[str, Values]] = {}  # further values that change nothing here
+    not_honoured: ClassVar[Collection[str]] = ()  # fields of base classes that are refused here
+    foreign_names: ClassVar[Mapping[str, str]] = {}  # other names of the fields
+    prefix: ClassVar[str] = ""  # of field names in errors, such as "options."
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_undeclared_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        declared = {field.alias or name for name, field in cls.model_fields.items()}
+        declared -= set(cls.not_honoured)
+        body = dict(body)
+        for other, name in cls.foreign_names.items():
+            # A second name with another value stays, and is refused.
+            if other in body and other not in declared and body.get(name) in (None, body[other]):
+                body[name] = body.pop(other)
+        refuse_undeclared(body, cls.known_fields, declared, cls.harmless, cls.prefix)
+        return body
 
 
 def _sampling_field(setting: "DataclassField[Any]") -> Any:
@@ -177,6 +204,8 @@ def _sampling_field(setting: "DataclassField[Any]") -> Any:
     if setting.name == "max_tokens":
         return MaxTokens | None, None
     low, high = setting.metadata["min"], setting.metadata["max"]
+    if setting.name == "top_k":
+        return Annotated[int, Field(ge=low, le=high), BeforeValidator(_all_tokens)] | None, None
     return Annotated[int, Field(ge=low, le=high)] | None, None
 
 
@@ -192,20 +221,7 @@ else:
     )
 
 
-def refuse_unhonoured(
-    body: Mapping[str, Any],
-    fields: Mapping[str, tuple[object, ...]],  # unsupported fields, and the values that do no harm
-    prefix: str = "",  # of field names in errors, such as "options." for the fields of an object
-) -> None:
-    """Raise RefusalError if a body asks for something that the server does not support."""
-    for name, neutral in fields.items():
-        if name in body and body[name] not in (*EMPTY, *neutral):
-            raise unsupported(
-                f"{prefix}{name}", f"`{prefix}{name}` cannot be honoured; leave it out."
-            )
-
-
-class GenerationBody(SamplingFields):
+class GenerationBody(SamplingFields, CheckedBody):
     """The fields that chat and completions share; null counts as a field that is left out."""
 
     model: str | None = None
@@ -214,27 +230,7 @@ class GenerationBody(SamplingFields):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
 
-    # Like NOT_HONOURED: the fields that this endpoint does not support, but others do.
-    also_not_honoured: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_cannot_be_honoured(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        refuse_unhonoured(body, {**NOT_HONOURED, **cls.also_not_honoured})
-        for name in MUST_BE_NULL:
-            if body.get(name) is not None:
-                raise unsupported(name, f"`{name}` cannot be honoured; leave it out.")
-        for name in MUST_BE_TRUE:
-            if name not in cls.model_fields and body.get(name) not in (None, True):
-                raise unsupported(name, f"`{name}` can only be true; leave it out.")
-        renamed = {
-            name: body[other]
-            for other, name in FOREIGN_NAMES.items()
-            if other in body and body.get(name) is None
-        }
-        return {**body, **renamed}
+    foreign_names = FOREIGN_NAMES
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling settings that the body gives, by name."""
@@ -252,8 +248,16 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> AnyBody:
     """Return the request's body as a `schema`; raise RefusalError if it cannot be one."""
-    data = await _read_bytes(request, max_bytes)
+    data = (await _read_bytes(request, max_bytes)).removeprefix(codecs.BOM_UTF8)
     _check_encoding(request)
+    current_record().body_bytes = len(data)
+    if len(data) <= SMALL_BODY_BYTES:
+        return _checked(data, schema)
+    body: AnyBody = await request.app.state.service.in_thread(_checked, data, schema)
+    return body
+
+
+def _checked(data: bytes, schema: type[AnyBody]) -> AnyBody:
     check_json_size(data)
     try:
         value = _parse(data)

@@ -32,6 +32,7 @@ from headroom.server.shelf import Lease, Shelf, ShelvedModel
 from headroom.text.answer_parser import AnswerParser
 from headroom.text.conversation import Conversation
 from headroom.text.fill_in import FillIn
+from headroom.text.long_texts import check_not_far_beyond
 
 Returned = TypeVar("Returned")
 NewParser = Callable[[], AnswerParser | None]
@@ -40,6 +41,15 @@ UNREAD_EVENTS = 1024
 UNREAD_EVENTS_PER_ANSWER = 64
 PREPARING_THREADS = 4
 MOST_BIASES = 200_000  # of all answers to one HTTP call
+# Logprobs of generated tokens in a response that is not streamed: tokens times (top_logprobs + 1).
+# So many take 250 MB in memory, as objects and as JSON.
+MOST_LOGPROBS = 1 << 18
+LEAST_CUT = 4096  # tokens; shorter answers are refused rather than cut for their logprobs
+MAX_EMBEDDED_TEXTS = 2048  # in one call; OpenAI's limit
+MOST_EMBEDDED_NUMBERS = 1 << 22  # in all vectors of one call; so many take 80 MB as JSON
+# Work for calls with larger bodies is done one call after another: a tokenizer may take 300 bytes
+# of memory for each byte.
+LARGE_BODY_BYTES = 512 << 10
 UNTIL_END = -1  # as `max_tokens`: as many tokens as the context holds
 
 
@@ -50,6 +60,7 @@ def make_requests(
     answers_per_prompt: int = 1,
     *,
     prompt_field: str,  # the field of the body that holds the prompts; errors name it
+    streams: bool = False,  # the answers are sent token by token, and not held
     # Called for each answer with its `max_tokens`.
     new_constraint: Callable[[int | None], TokenConstraint | None] = lambda most: None,
 ) -> list[GenerationRequest]:
@@ -64,6 +75,11 @@ def make_requests(
     given = with_defaults(llm.default_sampling, {"seed": new_seed(SEED_BITS), **given})
     if given.get("max_tokens") == UNTIL_END:
         given["max_tokens"] = None
+    if not streams and given.get("logprobs") is not None:
+        rooms = [llm.context - len(prompt) for prompt in prompts]
+        given["max_tokens"] = _most_with_logprobs(
+            rooms, answers_per_prompt, given["logprobs"], given.get("max_tokens")
+        )
     requests: list[GenerationRequest] = []
     for prompt in map(tuple, prompts):
         first = len(requests)
@@ -90,6 +106,29 @@ def _check_biases(biases: int, answers: int) -> None:
             hint="Ask for fewer answers at once, or bias fewer tokens.",
             param="logit_bias",
         )
+
+
+def _most_with_logprobs(rooms: Sequence[int], n: int, top: int, most: int | None) -> int | None:
+    """Return the `max_tokens` of answers whose logprobs the server has to hold.
+
+    `rooms` are the tokens that the context leaves after each prompt. An answer that may fill its
+    room ends earlier where the limit of logprobs allows LEAST_CUT tokens. Other responses that may
+    have more logprobs are refused.
+    """
+    tokens = sum(room if most is None else min(room, most) for room in rooms)
+    wanted = tokens * n * (top + 1)
+    if wanted > MOST_LOGPROBS:
+        each = MOST_LOGPROBS // (len(rooms) * n * (top + 1))
+        if each >= LEAST_CUT and (most is None or most >= max(rooms)):
+            return each
+        raise RequestError(
+            f"The response may have {wanted} logprobs: {tokens} tokens x {n} answers to each "
+            f"prompt x {top + 1} for each token; at most {MOST_LOGPROBS} are given at once.",
+            hint="Stream the response, give or lower max_tokens, or ask for fewer answers or "
+            "logprobs.",
+            param="logprobs",
+        )
+    return most
 
 
 def fill_in_of(llm: LLM, suffix: str | None) -> FillIn | None:
@@ -225,6 +264,18 @@ class Embeddings:
     prompt_tokens: int  # of all texts
 
 
+def _check_vectors(texts: int, width: int, input_field: str) -> None:
+    """Refuse a call for vectors with more numbers than the server gives at once."""
+    most = MOST_EMBEDDED_NUMBERS // width
+    if texts > most:
+        raise RequestError(
+            f"{texts} texts were given; with vectors of {width} numbers, at most {most} are "
+            "allowed.",
+            hint="Send the texts in several requests.",
+            param=input_field,
+        )
+
+
 async def _pool(llm: LLM, requests: Sequence[GenerationRequest]) -> list[Vector]:
     """Run requests for vectors and return the vectors in order.
 
@@ -277,6 +328,7 @@ class Service:
         self._ended = False  # `stop` was called
         self._preparing = 0  # requests that are prepared in threads, or wait for that
         self._threads = ThreadPoolExecutor(PREPARING_THREADS, "prepare")
+        self._thread_of_large_bodies = ThreadPoolExecutor(1, "prepare-large")
         # Weak references: answers leave the set when nobody reads their stream any more.
         self._running: weakref.WeakSet[Answers] = weakref.WeakSet()
 
@@ -284,7 +336,7 @@ class Service:
         """Return `work(*given)`, computed in a thread, so that other clients are not held up.
 
         Templates, tokenizers and grammars take seconds for long inputs. As many requests may wait
-        for a thread as for the engine.
+        for a thread as for the engine. Work for requests with large bodies shares one thread.
         """
         if self._ended:
             raise shutting_down()
@@ -296,7 +348,9 @@ class Service:
         self._preparing += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, giving_back, work, *given)
+            large = current_record().body_bytes > LARGE_BODY_BYTES
+            threads = self._thread_of_large_bodies if large else self._threads
+            return await loop.run_in_executor(threads, giving_back, work, *given)
         finally:
             self._preparing -= 1
 
@@ -330,14 +384,15 @@ class Service:
         *,
         n: int = 1,
         messages_field: str = "messages",  # the API's field of the conversation; errors name it
+        streams: bool = False,  # the answers are sent token by token, and not held
     ) -> Answers:
         """Start `n` answers to a conversation; every chat API calls this."""
 
         def prepare() -> tuple[list[GenerationRequest], NewParser]:
             try:
-                prompt = llm.prepare_chat(chat)
+                prompt = llm.prepare_chat(chat, must_fit=True)
             except RequestError as error:
-                if error.param == "messages":
+                if error.param in ("messages", "prompt"):
                     error.param = messages_field
                 raise
             requests = make_requests(
@@ -346,6 +401,7 @@ class Service:
                 settings,
                 n,
                 prompt_field=messages_field,
+                streams=streams,
                 new_constraint=prompt.new_constraint,
             )
             return requests, prompt.new_parser
@@ -365,21 +421,26 @@ class Service:
         if self.stopping:
             raise shutting_down()
         check_dimensions(dimensions, llm.hidden_size)
+        _check_vectors(len(texts), dimensions or llm.hidden_size, input_field)
 
         def prepare() -> list[GenerationRequest]:
-            requests = [llm.embedding_request(text) for text in texts]
-            for index, request in enumerate(requests):
+            requests = []
+            for index, text in enumerate(texts):
                 try:
+                    if isinstance(text, str):
+                        check_not_far_beyond(llm.tokenizer, text, llm.context)
+                    request = llm.embedding_request(text)
                     llm.engine.check(request)
                 except RequestError as error:
                     error.param = f"{input_field}[{index}]" if len(texts) > 1 else input_field
                     raise
+                requests.append(request)
             return requests
 
         requests = await self.in_thread(prepare)
         found = await _pool(llm, requests)
         return Embeddings(
-            vectors=[shaped(vector, dimensions) for vector in found],
+            vectors=await self.in_thread(lambda: [shaped(each, dimensions) for each in found]),
             prompt_tokens=sum(len(request.prompt) for request in requests),
         )
 
@@ -394,7 +455,8 @@ class Service:
     def stop(self) -> None:
         """End the requests that run."""
         self._ended = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._thread_of_large_bodies):
+            threads.shutdown(wait=False, cancel_futures=True)
         for answers in list(self._running):
             answers.fail(shutting_down())
 

@@ -194,9 +194,13 @@ class Shelf:
         return {name: llm.engine for name, llm in loaded if llm is not None}
 
     def find(self, name: str) -> ShelvedModel | None:
-        """Return the model of that name or alias; case and the tag `:latest` do not matter."""
+        """Return the model of that name or alias.
+
+        Case, the tag `:latest` and the end `.gguf` do not matter.
+        """
         wanted = name.strip().lower()
-        for text in (wanted, wanted.removesuffix(LATEST)):
+        untagged = wanted.removesuffix(LATEST)
+        for text in (wanted, untagged, untagged.removesuffix(".gguf")):
             for shelved in self.models:
                 if shelved.name.lower() == text or text in shelved.card.aliases:
                     return shelved

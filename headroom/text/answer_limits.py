@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headroom.errors import RequestError
 from headroom.text.conversation import Conversation, OutputFormat, Thinking, Tool, ToolChoice
-from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState, check_divisors
+from headroom.text.grammar import Grammar, GrammarCompiler, GrammarState
 from headroom.text.reasoning import Reasoning
 from headroom.text.thought_budget import AnswerConstraint, ThoughtRules, thought_tokens
 from headroom.text.tool_formats import ToolFormat
@@ -118,12 +118,10 @@ def compile_chat(
         return compiler.compile(
             formats, after_thought=after_thought, continues=chat.continues, begun=begun
         )
-    except RequestError:
-        # Compile each tool's schema alone: the error then says which one is wrong, and where.
-        for tool in chat.tools:
-            compiler.compile(
-                [OutputFormat(kind="json_schema", value=dict(tool.parameters), param=tool.param)]
-            )
+    except RequestError as error:
+        if error.param == "tools":  # the grammar that is written here means nothing to the client
+            line = error.message.partition("\n")[0]
+            error.message = line.replace("The Lark grammar", "The grammar of the tool calls", 1)
         raise
 
 
@@ -145,14 +143,10 @@ def _call_format(
     """Return the grammar of tool calls as an output format; None if any answer may come."""
     try:
         text = tool_grammar(form, tools, choice)
-        if text is None:
-            return None
-        for tool in tools:
-            check_divisors(tool.parameters, tool.param)
     except RecursionError as error:
         raise RequestError(
             "The JSON schema of a tool is nested too deeply.",
             hint="Flatten the schema: move inner objects up, or to $defs.",
             param="tools",
         ) from error
-    return OutputFormat(kind="lark", value=text, param="tools")
+    return None if text is None else OutputFormat(kind="lark", value=text, param="tools")

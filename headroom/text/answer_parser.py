@@ -78,8 +78,9 @@ class AnswerParser:
     """Splits one answer into thought, text and tool calls, without the marks between them.
 
     The answer begins with a thought if the prompt has opened one, or if the answer itself begins
-    with the start mark. White space around a thought is dropped. Tool calls come after the thought,
-    and are looked for only if the request has tools. `CallParser` tells them from text.
+    with the start mark. White space around a thought is dropped, and so are further start marks at
+    its beginning. Later start marks are text. Tool calls come after the thought, and are looked for
+    only if the request has tools. `CallParser` tells them from text.
     """
 
     def __init__(
@@ -240,6 +241,11 @@ class AnswerParser:
         assert self._reasoning is not None
         if self._at_start:
             self._held = self._held.lstrip()
+            start = self._reasoning.start  # some models repeat the mark that the prompt has written
+            while self._held.startswith(start):
+                self._held = self._held.removeprefix(start).lstrip()
+            if self._held and start.startswith(self._held):
+                return ""  # the beginning of the mark
         thought, mark, rest = self._held.partition(self._reasoning.end)
         if mark:
             self._held, self._thinking, self._at_start = rest, False, True

@@ -12,17 +12,21 @@ from headroom.text.call_scanner import (
 )
 from headroom.text.conversation import Tool
 from headroom.text.stops import overlap
-from headroom.text.tool_formats import ToolFormat
+from headroom.text.tool_formats import ToolFormat, is_cut_markup
 
 
 class CallParser:
     """Splits an answer into text and calls; the result does not depend on how the text is cut.
 
-    - A call begins as soon as its name is known. Text that only looks like a call (no tool has the
-      name, or the markup before the name is wrong) stays text.
-    - A call may break off after its name. It keeps the arguments up to there, which are incomplete
-      JSON, so that no client runs half a command; what follows is text. But if only closing
-      brackets are missing before the call's end mark, they are added.
+    - A call begins as soon as its name is known; a call in JSON, as soon as its name is known and
+      its arguments begin. Text that only looks like a call (no tool has the name, or the markup
+      before that place is wrong) stays text.
+    - A call may break off after that place. It keeps the arguments up to there, which are
+      incomplete JSON, so that no client runs half a command; what follows is text. But if only
+      closing brackets are missing before the call's end mark, they are added.
+    - If the answer breaks off with nothing but markup after a call's name or an argument, that
+      markup is dropped.
+    - Fields of a call's JSON after its arguments that are not the call's own become text.
     - White space between text and a call, and between calls, is dropped.
     """
 
@@ -31,7 +35,6 @@ class CallParser:
         self.broke = False  # a call has begun and broken off
         self._format = form
         self._scan = CallScanner(tools)
-        self._has_text = False  # text was emitted before
         self._bare = form.begins_bare  # a call without a mark may begin here
         self._after_call = False  # only white space came since a call
         self._reading = self._read()
@@ -91,10 +94,9 @@ class CallParser:
             return
         self._scan.advance(len(text))
         self._scan.commit()
-        if self._after_call and not self._has_text:
+        if self._after_call and not self._scan.has_text:
             text = text.lstrip(BLANKS)
         self._bare = self._after_call = False
-        self._has_text = True
         self._scan.emit_text(text)
 
     def _read_block(self) -> Reading[None]:
@@ -108,6 +110,9 @@ class CallParser:
         scan.rewind()
         if scan.calls > calls:
             self._after_call, self._bare = True, self._format.begins_bare
+            if scan.ended and is_cut_markup(scan.rest):
+                scan.advance(len(scan.rest))
+                scan.commit()
         else:  # a call may still begin after the first character of what is no mark
             rest = scan.rest
             blanks = len(rest) - len(rest.lstrip(BLANKS))

@@ -14,6 +14,10 @@ T = TypeVar("T")
 # result depends on the whole text only, never on how the text was cut into pieces.
 Reading = Generator[None, None, T]
 BLANKS = " \t\r\n"
+# For members of an object whose values may not be strings: what turns a string into JSON text of
+# another type.
+Converters = Mapping[str, Callable[[str], str]]
+NO_CONVERTERS: Converters = {}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null"}
@@ -65,6 +69,7 @@ class CallScanner:
         self.ended = False  # no more text comes
         self.in_call = False  # a call's start was emitted, and the call has not ended
         self.calls = 0  # calls whose start was emitted
+        self.has_text = False  # text outside of calls was emitted
         self._text = ""
         self._dropped = 0  # characters of the answer before `_text`
         self._position = 0  # text before this index has been read
@@ -74,6 +79,11 @@ class CallScanner:
     def rest(self) -> str:
         """The text that has come and is not read yet."""
         return self._text[self._position :]
+
+    @property
+    def uncommitted(self) -> str:
+        """The text that was read since the last commit."""
+        return self._text[self._committed : self._position]
 
     @property
     def held(self) -> int:
@@ -105,6 +115,7 @@ class CallScanner:
         if text:
             start = self._dropped + self._position - len(text)
             self.events.append(PlainText(text, start))
+            self.has_text = True
 
     def begin_call(self, name: str, call_id: str = "") -> None:
         """Emit the start of a call; raise NotACallError if no tool has the name."""
@@ -251,8 +262,8 @@ class CallScanner:
                 if self.ended:
                     break
                 safe = place
-            if trims and not self.ended:
-                safe = len(_without_line_break(rest[:safe]))
+            if trims and not self.ended:  # hold back a line break, or its first half
+                safe = len(rest[:safe].removesuffix("\n").removesuffix("\r"))
             self.advance(safe)
             emit(rest[:safe])
             if self.ended:
@@ -391,20 +402,28 @@ def _hex_digits(scan: CallScanner) -> Reading[str | None]:
 
 
 def read_json_value(
-    scan: CallScanner, emit: Callable[[str], None], ends: Collection[str] = ()
+    scan: CallScanner,
+    emit: Callable[[str], None],
+    ends: Collection[str] = (),
+    converters: Converters = NO_CONVERTERS,
 ) -> Reading[None]:
     """Read one JSON value and pass it to `emit` as it comes, with small mistakes mended.
 
     A comma before a closing bracket is dropped. Python's True, False and None become true, false
-    and null. Brackets that are still open where one of `ends` comes are closed.
+    and null. Brackets that are still open where one of `ends` comes are closed. If the value is an
+    object, strings whose keys are in `converters` are converted.
     """
     stack: list[str] = []  # the closing brackets that are still to come
     gap = ""  # white space and a comma that are read and not yet passed on
+    key = ""  # the member of the outermost object that is being read
     wants = "value"  # or "key", "colon", "next": a comma or a closing bracket
     while True:
         gap += yield from scan.take_all(BLANKS)
         character = yield from scan.peek()
         closes = bool(stack) and character == stack[-1]
+        if not character:  # the answer breaks off: what was read belongs to the value
+            emit(gap)
+            gap = ""
         if closes and wants != "colon":
             if wants == "value" and character == "}":
                 raise NotACallError("A key has no value.")
@@ -429,7 +448,9 @@ def read_json_value(
             if character != '"':
                 raise NotACallError("A key is missing.")
             emit(gap)
-            yield from read_string(scan, emit)
+            pieces: list[str] = []
+            yield from read_string(scan, _both(pieces.append, emit))
+            key = json.loads("".join(pieces)) if len(stack) == 1 else key
             wants, gap = "colon", ""
         elif character in ("{", "["):
             scan.advance(1)
@@ -439,12 +460,24 @@ def read_json_value(
         else:
             emit(gap)
             gap, wants = "", "next"
-            if character == '"':
+            if character == '"' and stack == ["}"] and key in converters:
+                emit(converters[key]((yield from read_string_value(scan))))
+            elif character == '"':
                 yield from read_string(scan, emit)
             else:
                 emit((yield from _read_plain_value(scan)))
         if not stack and wants == "next":
             return
+
+
+def _both(first: Callable[[str], None], second: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes a text on to two others."""
+
+    def emit(text: str) -> None:
+        first(text)
+        second(text)
+
+    return emit
 
 
 def _read_plain_value(scan: CallScanner) -> Reading[str]:
@@ -465,14 +498,17 @@ def read_string_value(scan: CallScanner) -> Reading[str]:
     return text
 
 
-def whole_json(text: str) -> str | None:
-    """Return a text that is one JSON value, with small mistakes mended; None if it is not one."""
+def whole_json(text: str, converters: Converters = NO_CONVERTERS) -> str | None:
+    """Return a text that is one JSON value, with small mistakes mended; None if it is not one.
+
+    If the value is an object, strings whose keys are in `converters` are converted.
+    """
     scan = CallScanner(())
     scan.push(text.strip() + "\n")
     scan.ended = True
     pieces: list[str] = []
     try:
-        for _ in read_json_value(scan, pieces.append):
+        for _ in read_json_value(scan, pieces.append, converters=converters):
             raise AssertionError("a reader waited for more of a text that has ended")
     except NotACallError:
         return None

@@ -13,21 +13,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from headroom.errors import HeadroomError, RequestError
 from headroom.text.conversation import OutputFormat
-from headroom.text.json_schemas import JSON_OPTIONS, schema_parts, sum_divisors, without_annotations
+from headroom.text.json_schemas import JSON_OPTIONS, sum_divisors, without_annotations
+from headroom.text.schema_faults import (
+    LIMITS,
+    MOST_GRAMMAR_CHARACTERS,
+    QUIET,
+    find_fault,
+    plain_reason,
+)
 from headroom.text.string_schemas import ASCII_CLASSES
 from headroom.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]  # token t is bit t % 32 of word t // 32
 
-MOST_GRAMMAR_CHARACTERS = 256 * 1024  # of a schema or grammar: it then compiles within seconds
 MOST_DIVISORS = 100_000  # sum of all `multipleOf` of a schema: it then compiles within a second
 KEPT_GRAMMARS = 64  # compiled grammars that are kept for later requests
-_LIMITS = LLParserLimits(max_grammar_size=200_000, verbose_errors=False)
-_QUIET = 0  # log level of llguidance: errors are raised here, not printed by the library
 
 
 class Grammar:
@@ -152,13 +156,13 @@ class GrammarCompiler:
                 return known
             if self._tokens is None:
                 self._tokens = _token_trie(self.tokenizer, self.vocab)
-        matcher = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
+        matcher = LLMatcher(self._tokens, text, log_level=QUIET, limits=LIMITS)
         if matcher.is_error():
-            raise self._refusal(wanted[0], reason_of(matcher))
+            raise _refusal(wanted, reason_of(matcher))
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():  # for example a rule that only refers to itself
-            raise self._refusal(wanted[0], "no answer can match it")
+            raise _refusal(wanted, "no answer can match it")
         grammar = Grammar(matcher, self.vocab)
         with self._lock:
             self._kept[text] = grammar
@@ -172,40 +176,26 @@ class GrammarCompiler:
             return r"[ \n]{1,2}" if after_thought else " "
         return r"\n{1,2}" if after_thought else ""
 
-    def _refusal(self, wanted: OutputFormat, reason: str) -> RequestError:
-        if wanted.kind not in ("json_schema", "json_object"):
-            return RequestError(
-                f"The {_NAMES[wanted.kind]} cannot be used: {reason}.", param=wanted.param
-            )
-        where = self._find_fault(wanted.value, reason) or "its root"
-        return RequestError(
-            f"The JSON schema cannot be used, at {where}: {reason}.",
-            hint="Leave out what is not supported, or describe it in another way.",
-            param=wanted.param,
-        )
-
-    def _find_fault(self, schema: Any, reason: str) -> str:
-        """Return the path of the smallest part of a schema that fails for the given reason."""
-        assert self._tokens is not None
-        shared = {}
-        if isinstance(schema, dict):
-            shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        path, part = "", schema
-        while True:
-            for step, inner in schema_parts(part):
-                alone = {**shared, **inner} if isinstance(inner, dict) else inner
-                text = json.dumps({"grammars": [_json_grammar(alone)]})
-                found = LLMatcher(self._tokens, text, log_level=_QUIET, limits=_LIMITS)
-                if found.is_error() and reason_of(found) == reason:
-                    path, part = path + step, inner
-                    break
-            else:
-                return path
-
 
 def reason_of(matcher: LLMatcher) -> str:
     """Return why a grammar failed, without the backtrace of a panic in llguidance."""
     return matcher.get_error().partition("<backtrace>")[0].strip()
+
+
+def _refusal(wanted: Sequence[OutputFormat], reason: str) -> RequestError:
+    """Return the error of formats that cannot be compiled: the schema that fails, if one does."""
+    for one in wanted:
+        if one.kind == "json_schema" and (fault := find_fault(one.value)):
+            return RequestError(
+                f"The JSON schema cannot be used, at {fault.path or 'its root'}: {fault.reason}.",
+                hint="Leave out what is not supported, or describe it in another way.",
+                param=one.param,
+            )
+    if wanted[0].kind in ("json_schema", "json_object"):
+        reason = plain_reason(reason)
+    return RequestError(
+        f"The {_NAMES[wanted[0].kind]} cannot be used: {reason}.", param=wanted[0].param
+    )
 
 
 def token_bits(tokens: Iterable[int], vocab: int) -> Mask:

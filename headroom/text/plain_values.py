@@ -186,7 +186,9 @@ def members(schema: Mapping[str, Any], path: str, *, strict: bool) -> Iterator[M
                 raise SchemaError(f"{path}/{key}", f"`{key}` of an object cannot be enforced")
     properties, required = schema.get("properties"), schema.get("required")
     named = properties if isinstance(properties, Mapping) else {}
-    needed = required if isinstance(required, list) else []
+    needed = (
+        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    )
     # A name that contains markup cannot be written.
     possible = {
         name: inner

@@ -6,7 +6,7 @@ are written without quotes and escapes.
 
 import json
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -126,7 +126,7 @@ def _own_limits(schema: Mapping[str, Any], path: str) -> list[str]:
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         texts = [json.dumps(value) for value in values if isinstance(value, str)]
-        if not texts:
+        if not texts or _fault(" | ".join(texts)):
             raise SchemaError(path, "no string matches it")
         limits.append(f"({' | '.join(texts)})")
     if isinstance(pattern := schema.get("pattern"), str):
@@ -137,6 +137,8 @@ def _own_limits(schema: Mapping[str, Any], path: str) -> list[str]:
     for key, value in (("minLength", least), ("maxLength", most)):
         if value != "" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise SchemaError(f"{path}/{key}", f"`{key}` is not a number of characters")
+    if most != "" and least > most:
+        raise SchemaError(f"{path}/maxLength", f"{most} is less than `minLength` ({least})")
     if least or most != "":
         limits.append(f"/(?s:.){{{least},{most}}}/" if most != 0 else '""')
     return limits
@@ -150,7 +152,10 @@ def _searched(pattern: str, path: str) -> str:
         end = "" if _ends_anchored(choice) else "(?s:.*)"
         inner = choice.removeprefix("^")
         found.append(f"{start}(?:{inner[:-1] if not end else inner}){end}")
-    text = f"/{regex_to_lark('|'.join(found), ASCII_CLASSES)}/"
+    try:
+        text = f"/{regex_to_lark('|'.join(found), ASCII_CLASSES)}/"
+    except UnicodeError as error:
+        raise SchemaError(path, "the pattern is not valid Unicode") from error
     if reason := _fault(text):
         raise SchemaError(path, f"the pattern cannot be used: {reason}")
     return text
@@ -188,7 +193,7 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-@cache
+@lru_cache(maxsize=512)
 def _fault(terminal: str) -> str:
     """Return why llguidance cannot use a terminal; "" if it can."""
     matcher = LLMatcher(_bytes(), f"start: {terminal}", log_level=0)

@@ -21,9 +21,9 @@ from headroom.text.call_scanner import (
     read_json_value,
     read_string,
     read_string_value,
-    whole_json,
 )
 from headroom.text.chat_template import ChatTemplate
+from headroom.text.json_calls import SCALARS, read_json_call, scalar_converters
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_values import argument_types, json_value
 
@@ -36,9 +36,6 @@ FormatName = Literal[
     "json_list",
     "named_json",
 ]
-_NAME_KEYS = ("name", "function")
-_ARGUMENT_KEYS = ("arguments", "parameters")
-_CALL_KEYS = (*_NAME_KEYS, *_ARGUMENT_KEYS, "id", "type")
 QUOTE = '<|"|>'  # around strings in Gemma 4's calls
 # What may follow the end mark of a plain argument; elsewhere the mark is a part of the argument.
 FOLLOWS: Mapping[str, tuple[str, ...]] = {
@@ -46,6 +43,16 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {
     "argument_tags": ("<arg_key>", "</tool_call>"),
     "plain_keys": (",", "}", "]", "<tool_call|>"),
 }
+# The markup of tags that may follow a call's name or one of its arguments, without names of
+# arguments.
+_TAGS = (
+    "<parameter=>",
+    "<arg_key></arg_key><arg_value>",
+    "</function></tool_call>",
+    "</tool_call>",
+    "<tool_call|>",
+)
+_ARGUMENT_NAME = re.compile("(<parameter=|<arg_key>)[^<>]*")
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")  # the only ids of calls that Mistral's templates accept
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -77,7 +84,8 @@ class ToolFormat:
 def read_tagged(scan: CallScanner) -> Reading[None]:
     """Read <tool_call>...</tool_call> around JSON, function tags or argument tags.
 
-    Qwen3-Coder and its successors sometimes leave out the <tool_call> before <function=.
+    Qwen3-Coder and its successors sometimes leave out the <tool_call> before <function=. Some
+    models write several JSON objects between one pair of tags, with or without a list around them.
     """
     if (yield from scan.starts_with("<function=")):
         yield from _read_function_tag(scan)
@@ -86,8 +94,10 @@ def read_tagged(scan: CallScanner) -> Reading[None]:
         yield from scan.skip_blanks()
         character = yield from scan.peek()
         if character == "{":
-            yield from _read_json_call(scan, ["</tool_call>"])
-        elif character == "[":  # several calls between one pair of tags
+            while (yield from scan.starts_with("{")):
+                yield from read_json_call(scan, ["</tool_call>"])
+                yield from scan.skip_blanks()
+        elif character == "[":
             yield from _read_call_list(scan, ["]", "</tool_call>"])
         elif character == "<":
             yield from _read_function_tag(scan)
@@ -97,10 +107,17 @@ def read_tagged(scan: CallScanner) -> Reading[None]:
 
 
 def _end_block(scan: CallScanner, mark: str) -> Reading[None]:
-    """Read the end mark of a block and the white space before it; the mark may be missing."""
+    """Read the end mark of a block with white space before it; it may be missing or repeated."""
     yield from scan.skip_blanks()
-    if (yield from scan.take(mark)):
+    while (yield from scan.take(mark)):
         scan.commit()
+        yield from scan.skip_blanks()
+
+
+def is_cut_markup(text: str) -> bool:
+    """Return whether a text that ends an answer is the beginning of markup inside of a block."""
+    markup = _ARGUMENT_NAME.sub(r"\1", "".join(text.split()))
+    return any(tags.startswith(markup) for tags in _TAGS)
 
 
 def _read_function_tag(scan: CallScanner) -> Reading[None]:
@@ -122,7 +139,8 @@ def _read_function_tag(scan: CallScanner) -> Reading[None]:
         elif (yield from scan.take("</function>")) or (yield from scan.starts_with("</tool_call>")):
             break
         elif separator == "{" and (yield from scan.starts_with("{")):
-            yield from read_json_value(scan, scan.add_json, ["</function>", "</tool_call>"])
+            ends, converters = ["</function>", "</tool_call>"], scalar_converters(scan.tools[name])
+            yield from read_json_value(scan, scan.add_json, ends, converters)
             yield from scan.skip_blanks()
             yield from scan.take("</function>")
             scan.end_call()
@@ -183,95 +201,11 @@ def _read_value(
     scan.add_json(start + json_value(text, types))
 
 
-def _read_json_call(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
-    """Read {"name": NAME, "arguments": {...}}; the keys may come in another order."""
-    call = _JsonCall(scan, ends)
-    yield from call.read()
-    if not scan.in_call:
-        raise NotACallError("The call has no name.")
-    if not call.has_arguments:
-        scan.add_json("{}")
-    scan.end_call()
-
-
-class _JsonCall:
-    """Reads one call that is written as a JSON object."""
-
-    def __init__(self, scan: CallScanner, ends: Collection[str]) -> None:
-        self._scan = scan
-        self._ends = ends  # marks that may follow the call
-        self._early: list[str] = []  # pieces of arguments that came before the name
-        self._id = ""
-        self.has_arguments = False
-
-    def read(self, *, nested: bool = False) -> Reading[None]:
-        """Read the call's object, or the object that is its field "function" (`nested`)."""
-        scan = self._scan
-        yield from scan.expect("{")
-        first = True
-        while True:
-            yield from scan.skip_blanks()
-            if (yield from scan.take("}")):
-                return
-            if not first and not (yield from scan.take(",")):
-                # After whole arguments only the call's last bracket can be missing: no harm.
-                is_whole = scan.in_call and self.has_arguments
-                if is_whole and (yield from scan.starts_with_any(self._ends)):
-                    return
-                raise NotACallError("A comma is missing.")
-            yield from scan.skip_blanks()
-            if not first and (yield from scan.take("}")):
-                return
-            first = False
-            key = yield from read_string_value(scan)
-            if key not in _CALL_KEYS and not scan.in_call:
-                raise NotACallError(f"A call has no field {key!r}.")
-            yield from scan.skip_blanks()
-            yield from scan.expect(":")
-            yield from scan.skip_blanks()
-            yield from self._read_field(key, nested=nested)
-
-    def _read_field(self, key: str, *, nested: bool) -> Reading[None]:
-        scan = self._scan
-        character = yield from scan.peek()
-        if key in _NAME_KEYS and character == '"' and not scan.in_call:
-            name = yield from read_string_value(scan)
-            scan.begin_call(name, self._id)
-            scan.add_json("".join(self._early))
-        elif key in _ARGUMENT_KEYS and not self.has_arguments:
-            yield from self._read_arguments()
-            self.has_arguments = True
-        elif key == "function" and character == "{" and not nested:
-            yield from self.read(nested=True)
-        elif key == "id" and character == '"':
-            self._id = yield from read_string_value(scan)
-        else:
-            yield from read_json_value(scan, lambda piece: None, self._ends)  # not needed
-
-    def _read_arguments(self) -> Reading[None]:
-        scan = self._scan
-        emit = scan.add_json if scan.in_call else self._early.append
-        character = yield from scan.peek()
-        if character == "{":
-            yield from read_json_value(scan, emit, self._ends)
-            return
-        # Some models write the object as a string, or null if there are no arguments.
-        pieces: list[str] = []
-        yield from read_json_value(scan, pieces.append, self._ends)
-        value = "".join(pieces)
-        if value == "null":
-            value = '"{}"'
-        whole = whole_json(json.loads(value) or "{}") if value.startswith('"') else None
-        if whole is None or not whole.startswith("{"):
-            raise NotACallError("The arguments are not an object.")
-        emit(whole)
-
-
 def read_bare_json(scan: CallScanner) -> Reading[None]:
     """Read Llama 3's calls: bare JSON objects, after <|python_tag|> or at the answer's start."""
-    if (yield from scan.take("<|python_tag|>")):
-        yield from scan.skip_blanks()
-    yield from _read_json_call(scan, ["<|python_tag|>"])
+    marked = yield from scan.take("<|python_tag|>")
+    yield from scan.skip_blanks()
+    yield from read_json_call(scan, ["<|python_tag|>"], marked=marked)
     while True:  # semicolons separate several calls
         yield from scan.skip_blanks()
         if not (yield from scan.take(";")):
@@ -279,7 +213,7 @@ def read_bare_json(scan: CallScanner) -> Reading[None]:
         yield from scan.skip_blanks()
         if (yield from scan.peek()) != "{":
             return
-        yield from _read_json_call(scan, ["<|python_tag|>"])
+        yield from read_json_call(scan, ["<|python_tag|>"], marked=marked)
 
 
 def read_marked_list(scan: CallScanner) -> Reading[None]:
@@ -288,7 +222,7 @@ def read_marked_list(scan: CallScanner) -> Reading[None]:
     yield from scan.skip_blanks()
     character = yield from scan.peek()
     if character == "{":
-        yield from _read_json_call(scan, ["[TOOL_CALLS]"])
+        yield from read_json_call(scan, ["[TOOL_CALLS]"])
     elif character == "[":
         yield from _read_call_list(scan, ["]", "[TOOL_CALLS]"])
     else:
@@ -300,7 +234,7 @@ def _read_call_list(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
     yield from scan.expect("[")
     yield from scan.skip_blanks()
     while True:
-        yield from _read_json_call(scan, ends)
+        yield from read_json_call(scan, ends)
         yield from scan.skip_blanks()
         if (yield from scan.take("]")):
             scan.commit()
@@ -308,6 +242,7 @@ def _read_call_list(scan: CallScanner, ends: Collection[str]) -> Reading[None]:
         if not (yield from scan.take(",")):
             return
         yield from scan.skip_blanks()
+        scan.commit()
 
 
 def _read_named_arguments(scan: CallScanner) -> Reading[None]:
@@ -318,10 +253,15 @@ def _read_named_arguments(scan: CallScanner) -> Reading[None]:
         call_id = yield from scan.take_before("[{")
     yield from scan.take("[ARGS]")
     yield from scan.skip_blanks()
+    call_id = call_id if SHORT_ID.fullmatch(call_id) else ""
     if (yield from scan.peek()) != "{":
+        if scan.ended and any(mark.startswith(scan.rest) for mark in ("[CALL_ID]", "[ARGS]")):
+            scan.advance(len(scan.rest))  # the answer breaks off before the arguments
+            scan.begin_call(name, call_id)
         raise NotACallError("The arguments are not an object.")
-    scan.begin_call(name, call_id if SHORT_ID.fullmatch(call_id) else "")
-    yield from read_json_value(scan, scan.add_json, ["[TOOL_CALLS]"])
+    scan.begin_call(name, call_id)
+    converters = scalar_converters(scan.tools[name])
+    yield from read_json_value(scan, scan.add_json, ["[TOOL_CALLS]"], converters)
     scan.end_call()
 
 
@@ -346,6 +286,9 @@ def _read_plain_keys_object(scan: CallScanner, name: str) -> Reading[None]:
     while True:
         yield from scan.skip_blanks()
         character = yield from scan.peek()
+        if not character:  # the answer breaks off: only a comma can have been read
+            scan.commit()
+            raise NotACallError("The arguments have no end.")
         if stack and character == stack[-1] and (wants != "value" or character == "]"):
             scan.advance(1)
             scan.add_json(stack.pop())
@@ -363,6 +306,8 @@ def _read_plain_keys_object(scan: CallScanner, name: str) -> Reading[None]:
             word = yield from _read_plain_keys_key(scan)
             key = word if len(stack) == 1 else key
             yield from scan.skip_blanks()
+            if not (yield from scan.peek()):  # the answer breaks off in a key, which is markup
+                scan.commit()
             yield from scan.expect(":")
             scan.add_json(f"{gap}{json.dumps(word, ensure_ascii=False)}: ")
             wants, gap = "value", ""
@@ -393,9 +338,12 @@ def _read_plain_keys_key(scan: CallScanner) -> Reading[str]:
 
 
 def _read_plain_keys_value(scan: CallScanner, gap: str, types: frozenset[str]) -> Reading[None]:
-    if (yield from scan.take(QUOTE)):
+    follows = FOLLOWS["plain_keys"]
+    if types <= SCALARS and (yield from scan.take(QUOTE)):
+        text = yield from scan.take_value(QUOTE, follows, opens="", trims=False)
+        scan.add_json(gap + json_value(text, types))
+    elif (yield from scan.take(QUOTE)):
         scan.add_json(f'{gap}"')
-        follows = FOLLOWS["plain_keys"]
         yield from scan.stream_until(QUOTE, follows, scan.add_string_piece, trims=False)
         scan.add_json('"')
     elif (yield from scan.starts_with('"')):
@@ -474,6 +422,7 @@ def read_any(scan: CallScanner) -> Reading[None]:
     """Read calls of a model without a native format: tags, or bare JSON at the answer's start."""
     if (yield from scan.starts_with("{")):
         yield from read_bare_json(scan)
+        yield from _end_block(scan, "</tool_call>")
     else:
         yield from read_tagged(scan)
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headroom.errors import RequestError
 from headroom.text.conversation import INPUT, Tool, ToolChoice
+from headroom.text.grammar import check_divisors
 from headroom.text.json_regex import RegexError
-from headroom.text.json_schemas import JSON_OPTIONS, without_annotations
+from headroom.text.json_schemas import JSON_OPTIONS, relocated, without_annotations
 from headroom.text.lark_embedding import EmbeddedGrammar, LarkError, coded, embed_lark
 from headroom.text.plain_values import (
     MAX_DEPTH,
@@ -19,12 +20,19 @@ from headroom.text.plain_values import (
     plain_value,
     resolved,
 )
+from headroom.text.schema_faults import LENIENT_OPTIONS, enforceable, find_fault, without_unknown
 from headroom.text.string_schemas import ANY_TEXT, SchemaError, string_terminal
 from headroom.text.tool_formats import FOLLOWS, QUOTE, SHORT_ID, ToolFormat
-from headroom.text.tool_values import ALL_TYPES, schema_types
+from headroom.text.tool_values import ALL_TYPES, schema_types, with_plain_root
 
 _SHORT_ID = f"/{SHORT_ID.pattern}/"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_OBJECT = {"type": "object"}
+# Keywords that may allow members that `properties` does not name.
+_MORE_MEMBERS = (
+    *("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else"),
+    *("dependentSchemas", "dependencies", "$dynamicRef"),
+)
 _LINE_BREAK = '"\\n"?'
 
 
@@ -34,6 +42,9 @@ def tool_grammar(form: ToolFormat, tools: Sequence[Tool], choice: ToolChoice) ->
     With the choice "required" the answer is one or several calls. Otherwise it is text with calls
     in it, and the arguments of strict tools match their schemas. A named tool is called exactly
     once, as in OpenAI's API. Several calls are possible only if calls may be parallel.
+
+    A part of a schema that no grammar can enforce raises RequestError if the tool is strict, and is
+    left out if it is not.
     """
     if not tools or choice.mode == "none":
         return None
@@ -101,6 +112,13 @@ class _GrammarWriter:
 
     def _call(self, tool: Tool) -> str:
         """Return the rule of a tool's calls; raise RequestError if they cannot be enforced."""
+        if self._constrains(tool):
+            check_divisors(tool.parameters, tool.param)
+        root = with_plain_root(without_annotations(tool.parameters))
+        if not tool.strict:  # the root keeps what tells whether it may have more members
+            kept = {key: root[key] for key in _MORE_MEMBERS if key in root}
+            root = {**without_unknown(root), **kept}
+        tool = replace(tool, parameters=root)
         try:
             return self._writers[self._format.name](tool)
         except SchemaError as error:
@@ -151,13 +169,24 @@ class _GrammarWriter:
         """Return the rule of several marks and texts, one after the other."""
         return " ".join(self._mark(part) for part in parts if part)
 
-    def _json(self, schema: Any, root: Mapping[str, Any] | None = None) -> str:
+    def _json(
+        self,
+        schema: Any,
+        *,
+        root: Mapping[str, Any] | None = None,  # has the definitions that the schema refers to
+        strict: bool,
+        path: str = "",  # of the schema, for errors
+    ) -> str:
         """Return the rule of JSON that matches a schema."""
         whole = dict(schema) if isinstance(schema, Mapping) else {}
         for key in ("$defs", "definitions"):
             if root is not None and key in root:
                 whole.setdefault(key, root[key])
-        return f"%json {json.dumps({**without_annotations(whole), 'x-guidance': JSON_OPTIONS})}"
+        return self._json_rule(_checked(whole, path) if strict else enforceable(whole), strict)
+
+    def _json_rule(self, schema: Mapping[str, Any], strict: bool) -> str:
+        options = JSON_OPTIONS if strict else LENIENT_OPTIONS
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
     def _arguments(self, tool: Tool) -> str:
         """Return the rule of a call's arguments in JSON."""
@@ -165,7 +194,7 @@ class _GrammarWriter:
             start = self._embedded(tool, in_json=True).start
             opening, closing = '{"' + INPUT + '": "', '"}'
             return self._rule(f"{json.dumps(opening)} {start} {json.dumps(closing)}")
-        return self._rule(self._json(self._schema(tool)))
+        return self._rule(self._json_rule(self._schema(tool), tool.strict))
 
     def _embedded(self, tool: Tool, *, in_json: bool = False, end: str = "") -> EmbeddedGrammar:
         """Add the grammar of a custom tool's text to the rules, and return it."""
@@ -178,9 +207,20 @@ class _GrammarWriter:
         """Return the schema of a tool's arguments; any object if they need not match."""
         if not tool.parameters:
             return _NO_ARGUMENTS
-        if self._constrains(tool):
-            return {"additionalProperties": False, "type": "object", **tool.parameters}
-        return {"type": "object"}
+        if not self._constrains(tool):
+            return _ANY_OBJECT
+        schema = {**_ANY_OBJECT, **tool.parameters}
+        unnamed = _unnamed_members(schema)
+        if _names_members(schema, strict=tool.strict):
+            schema.setdefault("additionalProperties", False)
+        if tool.strict:
+            if unnamed and schema.get("additionalProperties") is False:
+                reason = f"`properties` does not have the required member {unnamed[0]!r}"
+                raise SchemaError("/required", reason)
+            return _checked(schema, "")
+        if unnamed:
+            schema["required"] = [name for name in schema["required"] if name not in unnamed]
+        return enforceable({**schema, **_ANY_OBJECT})
 
     def _constrains(self, tool: Tool) -> bool:
         return self._required or tool.strict or not tool.parameters
@@ -196,17 +236,18 @@ class _GrammarWriter:
             return f"{start} {self._arguments(tool)} {self._mark('}')}"
         # The call is compiled as one JSON object, because an answer without calls may be another
         # JSON object, which begins in the same way.
-        schema = self._schema(tool)
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        inner = {key: value for key, value in schema.items() if key not in shared}
+        schema = {key: value for key, value in self._schema(tool).items() if key != "$id"}
         call = {
-            **shared,
+            "$defs": {"parameters": relocated(schema, "/$defs/parameters")},
             "type": "object",
-            "properties": {"name": {"const": tool.name}, "parameters": inner},
+            "properties": {
+                "name": {"const": tool.name},
+                "parameters": {"$ref": "#/$defs/parameters"},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        return self._rule(self._json(call))
+        return self._rule(self._json_rule(call, tool.strict))
 
     def _json_list(self, tool: Tool) -> str:
         start = self._mark(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
@@ -222,13 +263,13 @@ class _GrammarWriter:
     def _function_tags(self, tool: Tool) -> str:
         end = _End("\n</parameter>\n", line_break=True)
         parts = [self._mark(f"\n<function={tool.name}>\n")]
-        if not self._constrains(tool):
-            name = self._rule("/[^\\s<>]{1,200}/")
-            parts.append(f'("<parameter=" {name} ">\\n" {self._any_until(end)})*')
         for member in self._members(tool):
             key = self._mark(f"<parameter={member.name}>\n")
             part = f"{key} {self._plain_value(member, tool, end)}"
             parts.append(part if member.needed else f"({part})?")
+        if self._may_have_more(tool):
+            name = self._rule("/[^\\s<>]{1,200}/")
+            parts.append(f'("<parameter=" {name} ">\\n" {self._any_until(end)})*')
         return " ".join([*parts, self._marked("</function>\n", "</tool_call>")])
 
     def _argument_tags(self, tool: Tool) -> str:
@@ -236,15 +277,26 @@ class _GrammarWriter:
         end = _End("</arg_value>", then=_LINE_BREAK)
         parts = [f"{self._mark(tool.name)} {_LINE_BREAK}"]
         opening = f"{self._mark('</arg_key>')} {_LINE_BREAK} {self._mark('<arg_value>')}"
-        if not self._constrains(tool):
-            name = self._rule("/[^\\s<>]{1,200}/")
-            key = f"{self._mark('<arg_key>')} {name} {opening}"
-            parts.append(f"({key} {self._any_until(end)})*")
         for member in self._members(tool):
             key = f"{self._marked('<arg_key>', member.name)} {opening}"
             part = f"{key} {self._plain_value(member, tool, end)}"
             parts.append(part if member.needed else f"({part})?")
+        if self._may_have_more(tool):
+            name = self._rule("/[^\\s<>]{1,200}/")
+            key = f"{self._mark('<arg_key>')} {name} {opening}"
+            parts.append(f"({key} {self._any_until(end)})*")
         return " ".join([*parts, self._mark("</tool_call>")])
+
+    def _may_have_more(self, tool: Tool) -> bool:
+        """Whether a call may have arguments that the tool's `properties` do not name."""
+        if not self._constrains(tool):
+            return True
+        return not (
+            tool.strict
+            or not tool.parameters
+            or tool.parameters.get("additionalProperties") is False
+            or _names_members(tool.parameters, strict=False)
+        )
 
     def _members(self, tool: Tool) -> list[Member]:
         """Return the arguments of a tool; none if they need not match its schema."""
@@ -266,9 +318,10 @@ class _GrammarWriter:
         if value.terminal is not None:
             choices.append(self._until(value.terminal, end))
         if value.json_schema is not None:
-            choices.append(
-                f"{self._rule(self._json(value.json_schema, tool.parameters))} {self._ended(end)}"
+            rule = self._json(
+                value.json_schema, root=tool.parameters, strict=tool.strict, path=member.path
             )
+            choices.append(f"{self._rule(rule)} {self._ended(end)}")
         return f"({self._choice(choices)})"
 
     def _grammar_value(self, tool: Tool, end: "_End") -> str:
@@ -320,6 +373,8 @@ class _GrammarWriter:
     ) -> str:
         """Return the rule of an object's members, in the order of their names."""
         follow = {False: '""', True: '""'}  # by whether a member came before
+        if not path and self._may_have_more(tool):
+            follow = {False: self._plain_keys_any_members(), True: '("," KEY ":" any)*'}
         found = members(schema, path, strict=tool.strict)
         for member in sorted(found, reverse=True, key=lambda member: member.name):
             value = self._plain_keys_value(member.schema, tool, member.path, depth)
@@ -365,7 +420,9 @@ class _GrammarWriter:
             elif kind in ("object", "array"):
                 choices += self._plain_keys_nested(schema, kind, tool, path, depth)
             else:  # numbers and words are written as in JSON
-                choices.append(self._rule(self._json({**schema, "type": kind}, root)))
+                only = {**schema, "type": kind}
+                rule = self._json(only, root=root, strict=tool.strict, path=path)
+                choices.append(self._rule(rule))
         return self._rule(self._choice(choices))
 
     def _plain_keys_nested(
@@ -431,7 +488,7 @@ class _GrammarWriter:
         if not any(rule.startswith("any: ") for rule in self._rules):
             self._rules.append("any: ")  # the place of the rule, which refers to itself
             place = len(self._rules) - 1
-            plain = self._rule(self._json({"type": ["number", "boolean", "null"]}))
+            plain = self._rule(self._json({"type": ["number", "boolean", "null"]}, strict=True))
             inner = self._plain_keys_any_members()
             text = f"{self._mark(QUOTE)} {self._any_until(_End(QUOTE))}"
             self._rules[place] = (
@@ -446,6 +503,35 @@ class _GrammarWriter:
             self._rules.append("KEY: /[A-Za-z_][A-Za-z0-9_.-]{0,99}/")
             self._plain_keys_any()
         return "members"
+
+
+def _names_members(schema: Mapping[str, Any], *, strict: bool) -> bool:
+    """Whether the `properties` of an object are taken for all members that it may have."""
+    return (
+        isinstance(schema.get("properties"), Mapping)
+        and not any(key in schema for key in _MORE_MEMBERS)
+        and (strict or not _unnamed_members(schema))
+    )
+
+
+def _unnamed_members(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the required members of an object that its `properties` do not name."""
+    named, required = schema.get("properties"), schema.get("required")
+    if (
+        not isinstance(named, Mapping)
+        or not isinstance(required, list)
+        or "patternProperties" in schema
+    ):
+        return []
+    return [name for name in required if not isinstance(name, str) or name not in named]
+
+
+def _checked(schema: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return a schema that can be compiled; raise SchemaError if it cannot be."""
+    if fault := find_fault(schema):
+        shared = fault.path.startswith(("/$defs/", "/definitions/"))
+        raise SchemaError(fault.path if shared else path + fault.path, fault.reason)
+    return schema
 
 
 @dataclass(frozen=True, slots=True)

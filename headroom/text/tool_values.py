@@ -12,14 +12,37 @@ ALL_TYPES = frozenset(("string", "integer", "number", "boolean", "object", "arra
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
 _WHOLE = re.compile(r"(-?(?:0|[1-9][0-9]*))\.0+")
 _MAX_DEPTH = 16  # of references and choices in a schema
+# Keywords that may stand beside a reference at the root of a tool's schema: they add no limits.
+_BESIDE_REFERENCE = frozenset(
+    [
+        *("$ref", "type", "$schema", "$id", "$comment", "$defs", "definitions"),
+        *("title", "description", "default", "examples"),
+    ]
+)
 _BOOLEANS = {"true": "true", "false": "false"}
 
 
 def argument_types(tool: Tool, name: str) -> frozenset[str]:
     """Return the JSON types that an argument may have; all types if the schema names none."""
-    properties = tool.parameters.get("properties")
+    root = with_plain_root(tool.parameters)
+    properties = root.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return schema_types(schema, tool.parameters)
+    return schema_types(schema, root)
+
+
+def with_plain_root(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of arguments with the object at its root that its root only refers to."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    root = schema
+    for _ in range(_MAX_DEPTH):
+        reference = root.get("$ref")
+        if not isinstance(reference, str) or not root.keys() <= _BESIDE_REFERENCE:
+            break
+        found = find_reference(reference, schema)
+        if not isinstance(found, Mapping):
+            break
+        root = {**found, **shared}
+    return root
 
 
 def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:

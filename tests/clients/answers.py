@@ -34,6 +34,11 @@ def answers(manner: Manner) -> Script:
             # Some clients change the name of a class.
             name = re.findall(r'"name": "(\w*City)"', prompt)[0]
             thought, said = "I know it.", manner.call(name, cases.CITY)
+        elif cases.ASK_OWNER_JSON in turn:
+            thought, said = "I know it.", json.dumps({"pet": cases.OWNER["pet"]})
+        elif cases.ASK_OWNER in turn:
+            name = re.findall(r'"name": "(\w*Owner)"', prompt)[0]
+            thought, said = "I know it.", manner.call(name, cases.OWNER)
         else:
             thought, said = cases.THOUGHT, cases.HELLO
         return manner.thought(prompt, thought) + said

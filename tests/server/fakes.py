@@ -2,16 +2,20 @@
 
 import json
 import re
+import shutil
+import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from headroom.engine.request import (
     FinishReason,
@@ -32,6 +36,7 @@ from headroom.server.shelf import Shelf
 from headroom.text.conversation import Conversation
 from headroom.text.fill_in import FillIn
 from headroom.text.grammar import GrammarCompiler
+from headroom.text.long_texts import check_not_far_beyond
 from headroom.text.reasoning import Reasoning
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import find_tool_format
@@ -281,10 +286,12 @@ class FakeLLM(LLM):
         """The prompt of each answer, without the token that begins it."""
         return [self.tokenizer.decode(request.prompt[1:]) for request in self.engine.requests]
 
-    def prepare_chat(self, chat: Conversation) -> ChatPrompt:
+    def prepare_chat(self, chat: Conversation, *, must_fit: bool = False) -> ChatPrompt:
         self.chats.append(chat)
         self.conversations.append(list(chat.messages))
         text = "".join(f"{turn['content']}\n" for turn in chat.messages)
+        if must_fit:
+            check_not_far_beyond(self.tokenizer, text, self.context)
         return ChatPrompt(
             tuple(self.tokenizer.encode(text)),
             reasoning=self.reasoning,
@@ -332,3 +339,18 @@ def openai_usage(prompt: int, completion: int, thoughts: int = 0) -> dict[str, A
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
+
+
+def make_certificate(folder: Path, name: str, *, password: str = "") -> tuple[str, str]:
+    """Write a self-signed certificate for 127.0.0.1 and its key, with the openssl program."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    hide = ["-passout", f"pass:{password}"] if password else ["-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *hide, "-days", "1"]
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [*command, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
+    )
+    return str(cert), str(key)
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program")

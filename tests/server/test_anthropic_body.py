@@ -41,8 +41,24 @@ def result(content: Any) -> dict[str, Any]:
             blocks(PICTURE),
             "`messages[1].content[0]`: blocks of type 'image' are not supported here",
         ),
-        (blocks({"type": "document"}), "blocks of type 'document' are not supported here"),
-        (blocks({"type": "server_tool_use"}), "blocks of type 'server_tool_use' are not supported"),
+        (blocks({"type": "document"}), "`messages[1].content[0].source` is required."),
+        (
+            blocks({"type": "document", "source": {"type": "base64", "data": ""}}),
+            "[0].source`: documents from a source of type 'base64' are not supported, only of text",
+        ),
+        (
+            blocks({"type": "document", "source": {"type": "content", "content": [PICTURE]}}),
+            "blocks of type 'image' are not supported here, only: text",
+        ),
+        (
+            blocks({"type": "search_result", "source": "x", "title": "y", "content": [PICTURE]}),
+            "[0].content[0]`: blocks of type 'image' are not supported here",
+        ),
+        (
+            blocks({"type": "document", "source": {"type": "text", "data": "x"}}, role="assistant"),
+            "role 'assistant' cannot have blocks of type 'document'",
+        ),
+        (blocks({"type": "container_upload"}), "blocks of type 'container_upload' are not support"),
         (blocks({"type": "text"}), "`messages[1].content[0].text` is required."),
         (blocks(CALL), "role 'user' cannot have blocks of type 'tool_use'"),
         (
@@ -89,13 +105,13 @@ def result(content: Any) -> dict[str, Any]:
             "thinking.budget_tokens is 9; it must be less than max_tokens, which is 9.",
         ),
         ({"thinking": {"type": "adaptive", "display": "all"}}, "`thinking.display` must be"),
-        ({"stop_sequences": [""]}, "`stop_sequences`: a stop text has 0 characters"),
+        ({"stop_sequences": ["x" * 1025]}, "`stop_sequences`: a stop text has 1025 characters"),
         ({"stop_sequences": [7]}, "`stop_sequences` must be a text or a list of texts."),
         ({"stop_sequences": ["x"] * 17}, "`stop_sequences`: 17 stop texts were given"),
         ({"temperature": -1}, "temperature is -1.0; it must be from 0 to 100."),
         ({"temperature": "hot"}, "`temperature` must be a number, not a text."),
         ({"top_p": 2}, "top_p is 2.0; it must be from 0 to 1."),
-        ({"top_k": -1}, "`top_k` must be at least 0, not -1."),
+        ({"top_k": -2}, "`top_k` must be at least 0, not -2."),
         ({"stream": "yes"}, "`stream` must be true or false, not a text."),
         ({"model": 7}, "`model` must be a text, not 7."),
         ({"output_config": {"effort": "huge"}}, "`output_config.effort` must be 'none'"),
@@ -115,7 +131,20 @@ def result(content: Any) -> dict[str, Any]:
         ({"mcp_servers": [{"name": "x"}]}, "`mcp_servers` cannot be honoured; leave it out."),
         ({"container": "x"}, "`container` cannot be honoured; leave it out."),
         ({"n": 2}, "`n` cannot be honoured; leave it out."),
-        ({"response_format": {"type": "json_object"}}, "`response_format` cannot be honoured"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "`response_format` cannot be honoured here; use `output_config.format`.",
+        ),
+        (
+            {"guided_json": {}, "json_schema": {"type": "object"}},
+            "`json_schema` cannot be honoured",
+        ),
+        ({"max_completion_tokens": 5}, "cannot be honoured here; use `max_tokens`."),
+        ({"reasoning_effort": "high"}, "cannot be honoured here; use `output_config.effort`."),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "`chat_template_kwargs` cannot have `messages`: the server sets it itself.",
+        ),
     ],
 )
 def test_a_wrong_field_is_named(shared: httpx.Client, fields: dict[str, Any], words: str) -> None:
@@ -142,3 +171,29 @@ def test_the_start_of_an_answer_may_have_a_format() -> None:
     assert chat.continues
     assert chat.output_format is not None
     assert chat.output_format.value == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinking"),
+    [
+        ({}, False),
+        ({"chat_template_kwargs": {"style": "brief"}}, False),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        (
+            {
+                "chat_template_kwargs": {"enable_thinking": True},
+                "thinking": {"type": "disabled"},
+            },
+            False,
+        ),
+        ({"enable_thinking": False, "reasoning_effort": "none", "stop_sequences": [""]}, False),
+    ],
+)
+def test_variables_of_the_template_are_passed_on_and_may_turn_thoughts_on(
+    fields: dict[str, Any], thinking: bool
+) -> None:
+    body = MessagesBody.model_validate({"max_tokens": 9, "messages": [HI], **fields})
+    chat = body.conversation()
+    assert chat.thinking.enabled is thinking
+    assert chat.template_variables == fields.get("chat_template_kwargs", {})
+    assert "stop" not in body.sampling() or body.sampling()["stop"] == ()

@@ -143,3 +143,61 @@ def test_a_signature_carries_a_hidden_thought(thought: str) -> None:
 @pytest.mark.parametrize("signature", ["", "abc", "hidden.", "hidden.!", "hidden.AAAA"])
 def test_other_signatures_carry_nothing(signature: str) -> None:
     assert hidden_thought(signature) == ""
+
+
+def document(words: str, **more: Any) -> dict[str, Any]:
+    source = {"type": "text", "media_type": "text/plain", "data": words}
+    return {"type": "document", "source": source, "citations": {"enabled": True}, **more}
+
+
+def found(*lines: str) -> dict[str, Any]:
+    content = [text(line) for line in lines]
+    return {
+        "type": "search_result",
+        "source": "https://a.example",
+        "title": "A",
+        "content": content,
+    }
+
+
+def test_documents_and_search_results_of_text_are_read() -> None:
+    parts = {"type": "document", "source": {"type": "content", "content": [text("c"), text("d")]}}
+    whole = {"type": "document", "source": {"type": "content", "content": "e"}}
+    given = user(
+        document("a b", title="T", context="Old."), parts, whole, found("x", "y"), text("?")
+    )
+    assert history(given).turns == [
+        {"role": "user", "content": "T\nOld.\na b\nc\nd\ne\nA\nhttps://a.example\nx\ny\n?"}
+    ]
+
+
+def test_tools_return_documents_and_search_results() -> None:
+    pdf = {"type": "document", "source": {"type": "base64", "data": ""}}
+    returned = [document("a"), found("x"), pdf, {"type": "document"}]
+    turns = history(
+        user("Go."), {"role": "assistant", "content": [call("a")]}, user(result("a", returned))
+    ).turns
+    left_out = "[document left out: this model reads text only]"
+    assert turns[-1]["content"] == f"a\nA\nhttps://a.example\nx\n{left_out}\n{left_out}"
+
+
+def test_what_a_server_did_by_itself_is_skipped() -> None:
+    answer = [
+        text("I search."),
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "x"}]},
+        {"type": "mcp_tool_use", "id": "m", "name": "x", "server_name": "y", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": []},
+        text(" Done."),
+    ]
+    turns = history(user("Go."), {"role": "assistant", "content": answer}, user("Thanks.")).turns
+    assert [turn["content"] for turn in turns] == ["Go.", "I search. Done.", "Thanks."]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [(None, "{}"), ('{"city": "Rome"}', '{"city": "Rome"}')]
+)
+def test_the_input_of_an_earlier_call_may_be_text_or_null(given: Any, read: str) -> None:
+    answer = {"role": "assistant", "content": [{**call("a"), "input": given}]}
+    turns = history(user("Go."), answer, user(result("a", "1"))).turns
+    assert turns[1]["tool_calls"][0]["function"]["arguments"] == read

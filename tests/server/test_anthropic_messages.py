@@ -206,7 +206,7 @@ def test_half_an_input_does_not_look_like_a_whole_one(client: httpx.Client, llm:
     cut = CALL.index('"days"')
     message = ask(client, tools=[WEATHER], max_tokens=len(CALL[:cut].encode()))
     call = message["content"][0]
-    assert (call["name"], call["input"]) == ("get_weather", {"INVALID_JSON": '{"city": "Köln"'})
+    assert (call["name"], call["input"]) == ("get_weather", {"INVALID_JSON": '{"city": "Köln", '})
     assert message["stop_reason"] == "max_tokens"
 
 

@@ -87,6 +87,21 @@ def test_several_origins_may_be_allowed() -> None:
         assert post(client, {**JSON, "origin": "http://c.example"}).status_code == 403
 
 
+def test_all_origins_of_a_scheme_may_be_allowed() -> None:
+    options = Options(port=0, cors="vscode-webview://*,app://obsidian.md")
+    allowed = ("vscode-webview://1a2b", "vscode-webview://3c4d", "app://obsidian.md")
+    refused = ("app://other.md", "vscode-webview://", "http://vscode-webview", "null")
+    with serving(FakeLLM(), options) as server, httpx.Client(base_url=server.address) as client:
+        for origin in allowed:
+            asked = {"origin": origin, "access-control-request-method": "POST"}
+            assert client.options(CHAT, headers=asked).status_code == 200
+            answer = post(client, {**JSON, "origin": origin})
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == origin
+        for origin in refused:
+            assert post(client, {**JSON, "origin": origin}).status_code == 403
+
+
 @pytest.mark.parametrize(
     ("kind", "status"),
     [

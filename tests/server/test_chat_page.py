@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from headroom.options import Options
+from headroom.plan.show.palette import LOOKS
 from headroom.server import chat_page
 from headroom.server.chat_page import MEDIA_TYPES, page_files
 from tests.server.fakes import FakeLLM, serving
@@ -122,3 +123,23 @@ def test_no_text_becomes_html_or_code(name: str) -> None:
     assert not re.search(rf"{forbidden}|DOMParser|srcdoc|javascript:", source)
     if name == "index.html":
         assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", source)
+
+
+def test_every_line_of_a_plan_has_a_name_and_a_colour_of_its_own() -> None:
+    """In the light colours and in the dark ones, which are written twice."""
+    source = SOURCES["memory.js"]
+    names = source.partition("const NAMES = {")[2].partition("};")[0]
+    kinds = source.partition("const KINDS = {")[2].partition("};")[0]
+    assert set(re.findall(r"(\w+): \"", names)) == set(LOOKS)
+    classes = dict(re.findall(r"(\w+): \"([\w-]+)\"", kinds))
+    assert set(classes) == set(LOOKS)
+    style = SOURCES["style.css"]
+    for kind in (*classes.values(), "other"):
+        assert f"\n.{kind} {{ background: var(--{kind}); }}\n" in style
+    shades = [
+        re.findall(rf"^ +--{kind}: (#\w+);$", style, re.MULTILINE)
+        for kind in (*classes.values(), "other")
+    ]
+    for scheme in zip(*shades, strict=True):
+        assert len(set(scheme)) == len(LOOKS) + 1
+    assert [len(found) for found in shades] == [3] * len(shades)

@@ -5,27 +5,31 @@ import json
 import logging
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 
 from headroom.options import Options
 from headroom.server import connections
 from headroom.server.connections import (
+    HANDSHAKES,
     HEALTH_CONNECTIONS,
     KEEP_ALIVE_S,
     AcceptErrors,
+    HttpParser,
     connection_limit,
 )
 from headroom.server.http_server import HttpServer
-from tests.server.fakes import FakeLLM, serving, wait_until
+from tests.server.fakes import FakeLLM, make_certificate, needs_openssl, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -155,6 +159,22 @@ def test_a_request_with_long_headers_is_refused() -> None:
         assert client.makefile().read().startswith("HTTP/1.1 400 ")
 
 
+def test_long_headers_are_refused_even_if_they_arrive_in_one_piece() -> None:
+    parser = HttpParser(64 << 10)
+    parser.receive_data(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 64_000 + b"\r\n\r\n")
+    assert isinstance(parser.next_event(), h11.Request)
+    parser = HttpParser(64 << 10)
+    parser.receive_data(b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 66_000 + b"\r\n\r\n")
+    with pytest.raises(h11.RemoteProtocolError):
+        parser.next_event()
+    for head in (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n", b"GET / HTTP/1.1\r\nHost: %b\r\n\r\n"):
+        with (
+            serving(FakeLLM(), Options(port=0)) as server,
+            connect(server, 1, head % (b"a" * 100_000)) as (client,),
+        ):
+            assert client.makefile().read().startswith("HTTP/1.1 400 ")
+
+
 def test_the_number_of_connections_leaves_descriptors_for_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,28 +210,82 @@ from headroom.server.http_server import bind, run_server
 from tests.server.fakes import FakeLLM
 
 start_logging()
-run_server(FakeLLM(), Options(port=0), bind("127.0.0.1", 0))
+run_server(FakeLLM(), Options(port=0, **OPTIONS), bind("127.0.0.1", 0))
 """
 
 
-def test_with_200_descriptors_and_250_idle_clients_health_still_answers() -> None:
-    root = Path(__file__).parents[2]
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 500, "250 connections are opened"
+@contextmanager
+def few_descriptors(**options: str) -> Iterator[str]:
+    """Run a server that may open 200 files; yield its address. It logs next to nothing."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], cwd=root, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM.replace("OPTIONS", repr(options))],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         try:
             lines = [process.stderr.readline() for _ in range(2)]
-            address = lines[1].split()[-1]
-            url = httpx.URL(address)
-            with ExitStack() as stack:
-                for _ in range(250):
-                    stack.enter_context(socket.create_connection((url.host, url.port or 80)))
-                for _ in range(3):
-                    assert httpx.get(address + "/health", timeout=20).status_code == 200
+            assert "because this process may open 200 files" in lines[0]
+            yield lines[1].split()[-1]
         finally:
             process.terminate()
-        errors = process.communicate(timeout=20)[1]
-    assert "because this process may open 200 files" in lines[0]
+            errors = process.communicate(timeout=20)[1]
     assert len(errors.splitlines()) <= 3
+
+
+def assert_health_answers_with_250_clients(
+    address: str, trusted: ssl.SSLContext, wrap: Callable[[socket.socket], socket.socket]
+) -> None:
+    """Open connections that `wrap` completes and that ask nothing; then ask for /health."""
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 500, "250 connections are opened"
+    url = httpx.URL(address)
+    with ExitStack() as stack:
+        for _ in range(250):
+            client = socket.create_connection((url.host, url.port or 80), timeout=20)
+            stack.enter_context(wrap(client))
+        for _ in range(3):
+            answer = httpx.get(address + "/health", timeout=20, verify=trusted)
+            assert answer.status_code == 200
+
+
+def test_with_200_descriptors_and_250_idle_clients_health_still_answers() -> None:
+    trusted = ssl.create_default_context()
+    with few_descriptors() as address:
+        assert_health_answers_with_250_clients(address, trusted, lambda client: client)
+
+
+@needs_openssl
+def test_with_tls_too_idle_clients_leave_health_its_descriptors(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "own")
+    trusted = ssl.create_default_context(cafile=cert)
+
+    def shake_hands(client: socket.socket) -> socket.socket:
+        return trusted.wrap_socket(client, server_hostname="127.0.0.1")
+
+    with few_descriptors(tls_cert=cert, tls_key=key) as address:
+        assert_health_answers_with_250_clients(address, trusted, lambda client: client)
+        assert_health_answers_with_250_clients(address, trusted, shake_hands)
+
+
+@needs_openssl
+def test_a_tls_client_that_begins_no_handshake_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
+    cert, key = make_certificate(tmp_path, "own")
+    options = Options(port=0, tls_cert=cert, tls_key=key)
+    with serving(FakeLLM(), options) as server, connect(server, 3) as clients:
+        for client in clients:
+            assert client.recv(1) == b""
+
+
+@needs_openssl
+def test_a_new_tls_client_takes_the_place_of_the_oldest_handshake(tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path, "own")
+    options = Options(port=0, tls_cert=cert, tls_key=key, max_connections=4)
+    trusted = ssl.create_default_context(cafile=cert)
+    with serving(FakeLLM(), options) as server, connect(server, HANDSHAKES) as clients:
+        assert httpx.get(server.address + "/health", verify=trusted).status_code == 200
+        wait_until(lambda: is_closed(clients[0]))
+        assert not is_closed(clients[-1])

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import ssl
@@ -25,7 +24,14 @@ from headroom.options import Options
 from headroom.server.http_server import HttpServer, bind, check_tls, run_server
 from headroom.server.model_card import loaded_card
 from headroom.server.shelf import Shelf
-from tests.server.fakes import FakeLLM, events_of, serving, wait_until
+from tests.server.fakes import (
+    FakeLLM,
+    events_of,
+    make_certificate,
+    needs_openssl,
+    serving,
+    wait_until,
+)
 from tests.synth_models import write_model
 
 CHAT = "/v1/chat/completions"
@@ -251,21 +257,6 @@ def test_a_second_signal_ends_running_answers_at_once_and_quietly(number: int) -
     assert (process.returncode, output) == (0, "ended in order\n")
     assert "a second signal ends them now" in first
     assert logged(errors) == []
-
-
-def make_certificate(folder: Path, name: str, *, password: str = "") -> tuple[str, str]:
-    """Write a self-signed certificate for 127.0.0.1 and its key, with the openssl program."""
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    hide = ["-passout", f"pass:{password}"] if password else ["-nodes"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *hide, "-days", "1"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(
-        [*command, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True
-    )
-    return str(cert), str(key)
-
-
-needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program")
 
 
 @needs_openssl

@@ -1,6 +1,8 @@
 """Bodies with too many JSON values are refused."""
 
+import importlib
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -8,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headroom.server import json_limits
+from headroom.server import json_limits, schemas
 from headroom.server.json_limits import MOST_CONTAINERS, MOST_VALUES, check_json_size
 from headroom.server.refusals import RefusalError
+from headroom.server.service import LARGE_BODY_BYTES
 
 texts = st.text(alphabet='[]{},"\\\\ a\\n')
 values = st.recursive(
@@ -54,7 +57,7 @@ def test_an_unclosed_string_takes_no_longer_than_a_closed_one() -> None:
     [
         ("/v1/completions", '{"prompt":[', "[]"),
         ("/v1/chat/completions", '{"messages":[', '{"role":"user","content":""}'),
-        ("/detokenize", '{"tokens":[', "1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1"),
+        ("/detokenize", '{"tokens":[', ",".join("1" * (MOST_VALUES // MOST_CONTAINERS))),
     ],
 )
 def test_a_body_with_too_many_values_is_refused(
@@ -64,3 +67,55 @@ def test_a_body_with_too_many_values_is_refused(
     response = shared.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_body_that_is_not_small_is_parsed_and_checked_in_a_thread(
+    shared: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def watch(data: bytes) -> None:
+        threads.append(threading.current_thread().name)
+        check_json_size(data)
+
+    monkeypatch.setattr(schemas, "check_json_size", watch)
+    for size in (1, schemas.SMALL_BODY_BYTES, LARGE_BODY_BYTES):
+        assert shared.post("/tokenize", json={"content": "a" * size}).status_code == 200
+    wrong = shared.post("/tokenize", json={"content": ["a" * schemas.SMALL_BODY_BYTES]})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "content"
+    small, *others = [name.partition("_")[0] for name in threads]
+    assert not small.startswith("prepare")
+    assert others == ["prepare", "prepare-large", "prepare"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", "headroom.server.openai_chat.ChatBody"),
+        ("/v1/messages", "headroom.server.anthropic_messages.MessagesBody"),
+        ("/v1/responses", "headroom.server.responses.ResponseBody"),
+        ("/api/chat", "headroom.server.ollama.OllamaChatBody"),
+    ],
+)
+def test_a_conversation_is_read_in_a_thread(
+    shared: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: str
+) -> None:
+    threads: list[str] = []
+    module, _, kind = body.rpartition(".")
+    schema = getattr(importlib.import_module(module), kind)
+    read = schema.conversation
+
+    def watch(*given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(*given)
+
+    monkeypatch.setattr(schema, "conversation", watch)
+    turns = [{"role": "user", "content": "hi"}]
+    asked: dict[str, Any] = {"model": "any", "stream": False}
+    if path == "/v1/messages":
+        asked["max_tokens"] = 9
+    field = "input" if path == "/v1/responses" else "messages"
+    answer = shared.post(path, json={**asked, field: turns})
+    assert answer.status_code == 200, answer.text
+    assert [name.partition("_")[0] for name in threads] == ["prepare"]

@@ -139,6 +139,48 @@ def test_calls_and_their_results_reach_the_model_with_ids_that_match(
     assert [turn["name"] for turn in results] == ["two", "one", "one"]
 
 
+LONG = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hello " * 6000},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "And now?"},
+]
+
+
+@pytest.mark.parametrize("fields", [{}, {"truncate": True}, {"stream": False}])
+def test_the_oldest_turns_of_a_chat_beyond_the_context_are_left_out(
+    client: httpx.Client, llm: FakeLLM, fields: dict[str, Any]
+) -> None:
+    response = client.post(CHAT, json={"model": "fake", "messages": LONG, **fields})
+    if fields.get("stream") is False:
+        assert response.json()["message"]["content"] == "Hello, world."
+    else:
+        check_end(lines_of(response)[-1])
+    assert [turn["content"] for turn in llm.conversations[-1]] == ["Be brief.", "And now?"]
+    assert len(llm.prompts) == 1
+
+
+def test_a_chat_beyond_the_context_is_refused_if_nothing_may_be_left_out(
+    client: httpx.Client,
+) -> None:
+    body = {"model": "fake", "messages": LONG, "truncate": False}
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 400
+    assert "the context holds 4096" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "tools"),
+    [("none", "none", 1), ("required", "required", 1), ("any", "required", 1), ("", "auto", 1)],
+)
+def test_a_choice_of_tools_reaches_the_model(
+    client: httpx.Client, llm: FakeLLM, choice: str, mode: str, tools: int
+) -> None:
+    body = {"model": "fake", "messages": HI, "tools": [TOOL], "tool_choice": choice}
+    lines_of(client.post(CHAT, json=body))
+    assert (llm.chats[0].tool_choice.mode, len(llm.chats[0].tools)) == (mode, tools)
+
+
 def test_options_are_the_engines_settings(client: httpx.Client, llm: FakeLLM) -> None:
     options = {
         "temperature": 0.5, "top_k": 20.0, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.2,
@@ -249,6 +291,8 @@ def test_texts_get_vectors_of_length_1(client: httpx.Client) -> None:
     assert older == {"embedding": one["embeddings"][0]}
     long = client.post("/api/embed", json={"model": "fake", "input": "x" * 5000})
     assert long.json()["prompt_eval_count"] == 4095
+    short = client.post("/api/embeddings", json={"model": "fake", "prompt": "a" * 5000})
+    assert short.json() == {"embedding": [1.0, *[0.0] * 7]}
     refused = client.post(
         "/api/embed", json={"model": "fake", "input": "x" * 5000} | {"truncate": False}
     )

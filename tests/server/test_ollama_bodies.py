@@ -85,6 +85,7 @@ def test_what_is_no_duration_is_refused(value: object) -> None:
         ),
         ({"stop": "END"}, {"stop": ("END",)}),
         ({"stop": []}, {}),
+        ({"stop": ["", "END"]}, {"stop": ("END",)}),
         ({"num_gpu": 99, "main_gpu": 1}, {}),  # of Ollama's loader
     ],
 )
@@ -150,6 +151,15 @@ def test_results_without_ids_find_the_first_open_call_of_their_tool() -> None:
     assert json.loads(made[0]["function"]["arguments"]) == {"at": "é"}
     assert [one["tool_call_id"] for one in messages[1:]] == ["call_0_1", "call_0_0", "call_0_2"]
     assert [one["name"] for one in messages[1:]] == ["hear", "look", "look"]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [('{"at": 1}', '{"at": 1}'), ({"at": 1}, '{"at": 1}'), (None, "{}")]
+)
+def test_the_arguments_of_an_earlier_call_may_be_text_or_null(given: Any, read: str) -> None:
+    asked = turn("assistant", tool_calls=[{"function": {"name": "look", "arguments": given}}])
+    (message,) = read_messages([asked])
+    assert message["tool_calls"][0]["function"]["arguments"] == read
 
 
 def test_results_without_names_answer_the_calls_in_order() -> None:

@@ -314,3 +314,68 @@ def test_more_answers_than_the_queue_can_ever_hold_are_a_400(
     )
     assert error["param"] == "n"
     assert llm.engine.requests == []
+
+
+def called(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
+    return {"function": {"name": name, "arguments": arguments}, **more}
+
+
+def result(content: str, call_id: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_earlier_calls_may_have_no_id_no_type_and_arguments_of_any_form(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    calls = [
+        called("a", None, id="", type=None),
+        called("b", {"x": "é"}, id=None),
+        called("c", '{"x": 2}', id="mine", type="function"),
+        called("d", ""),
+    ]
+    results = [result("C", "mine"), result("A", ""), result("B", ""), result("D", "")]
+    turn = {"role": "assistant", "content": None, "tool_calls": calls}
+    ask(client, messages=[USER, turn, *results])
+    stream(client, messages=[USER, turn, *results])
+    for _, assistant, *answers in llm.conversations:
+        made = assistant["tool_calls"]
+        assert [call["function"]["arguments"] for call in made] == [
+            "{}",
+            '{"x": "é"}',
+            '{"x": 2}',
+            "",
+        ]
+        assert {call["type"] for call in made} == {"function"}
+        ids = [call["id"] for call in made]
+        assert (len(set(ids)), ids[2]) == (4, "mine")
+        assert [answer["tool_call_id"] for answer in answers] == ["mine", ids[0], ids[1], ids[3]]
+
+
+def test_an_earlier_function_call_may_have_an_object_as_arguments(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    turn = {"role": "assistant", "function_call": {"name": "a", "arguments": {"x": 1}}}
+    ask(client, messages=[USER, turn, {"role": "function", "name": "a", "content": "1"}])
+    (call,) = llm.conversations[0][1]["tool_calls"]
+    assert call["function"]["arguments"] == '{"x": 1}'
+
+
+@pytest.mark.parametrize("given", ["", [""], ["", "wor"]])
+def test_empty_stop_texts_are_left_out(client: httpx.Client, llm: FakeLLM, given: Any) -> None:
+    ask(client, stop=given, top_k=-1)
+    assert llm.params[0].stop == (("wor",) if "wor" in given else ())
+    assert llm.params[0].top_k == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_thinking": True, "thinking_budget": 0},
+        {"thinking": {"type": "enabled", "budget_tokens": 0}},
+    ],
+)
+def test_a_budget_of_0_turns_thoughts_off(
+    client: httpx.Client, llm: FakeLLM, fields: dict[str, Any]
+) -> None:
+    ask(client, **fields)
+    assert llm.chats[0].thinking.enabled is False

@@ -81,7 +81,9 @@ def test_streamed_calls_begin_with_id_and_name_and_arguments_follow_in_pieces(
     assert lines[-2] == "data: [DONE]"
     pieces: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
     for chunk in chunks:
-        for call in chunk["choices"][0]["delta"].get("tool_calls", ()):
+        calls = chunk["choices"][0]["delta"].get("tool_calls", ())
+        assert len(calls) < 2  # clients read only the first
+        for call in calls:
             pieces[call["index"]].append(call)
     for index, name in ((0, "weather"), (1, "time")):
         first, *rest = pieces[index]

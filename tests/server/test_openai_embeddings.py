@@ -1,6 +1,7 @@
 """/v1/embeddings: vectors of texts, read by the official client."""
 
 import base64
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from openai import OpenAI
 
 from headroom.llm import LLM
 from headroom.options import Options
+from headroom.server import ollama, openai_embeddings
+from headroom.server.json_values import write_with_list
+from headroom.server.service import MAX_EMBEDDED_TEXTS
 from tests.server.fakes import HIDDEN, FakeLLM, serving
 
 PATH = "/v1/embeddings"
@@ -142,3 +146,29 @@ def test_the_official_client_reads_the_vectors_of_a_real_model(model: LLM) -> No
         np.testing.assert_allclose(short.embedding, model.embed("one", 7)[0], atol=1e-7)
         with pytest.raises(openai.BadRequestError, match="this model's vectors have 48"):
             client.embeddings.create(model="any", input="one", dimensions=49)
+
+
+@pytest.mark.parametrize("path", [PATH, "/api/embed"])
+def test_vectors_are_written_in_a_thread(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    threads: list[str] = []
+
+    def watch(*given: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return write_with_list(*given)
+
+    for module in (ollama, openai_embeddings):
+        monkeypatch.setattr(module, "write_with_list", watch)
+    answer = client.post(path, json={"model": "any", "input": ["aaabbbb", "c"]})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert [name.partition("_")[0] for name in threads] == ["prepare"]
+
+
+def test_ollamas_call_takes_no_more_texts_than_openais(shared: httpx.Client) -> None:
+    for path in (PATH, "/api/embed"):
+        body = {"model": "any", "input": ["a"] * (MAX_EMBEDDED_TEXTS + 1)}
+        answer = shared.post(path, json=body)
+        assert answer.status_code == 400
+        assert "2049 texts were given; at most 2048 are allowed" in answer.text

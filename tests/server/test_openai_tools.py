@@ -41,6 +41,7 @@ def test_tools_come_with_their_schema_and_strictness() -> None:
         ("auto", ToolChoice()),
         ("none", ToolChoice(mode="none")),
         ("required", ToolChoice(mode="required")),
+        ("any", ToolChoice(mode="required")),
         (function("time"), ToolChoice(mode="required", name="time")),
     ],
 )

@@ -1,4 +1,4 @@
-"""Fields that say what an answer must match, of OpenAI, vLLM and llama.cpp."""
+"""Fields that say what an answer must match, of OpenAI, vLLM, llama.cpp and SGLang."""
 
 import json
 from dataclasses import replace
@@ -31,6 +31,7 @@ def read(**body: Any) -> OutputFormat | None:
         ({"guided_json": SCHEMA}, OF_SCHEMA),
         ({"guided_json": json.dumps(SCHEMA)}, OF_SCHEMA),
         ({"guided_regex": "a+"}, OutputFormat(kind="regex", value="a+")),
+        ({"regex": "a+"}, OutputFormat(kind="regex", value="a+")),
         ({"guided_choice": ["a", "b"]}, OutputFormat(kind="choice", value=["a", "b"])),
         ({"guided_grammar": LARK}, OutputFormat(kind="lark", value=LARK)),
         ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),

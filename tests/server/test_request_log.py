@@ -2,6 +2,7 @@
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -91,3 +92,17 @@ def test_a_long_or_strange_path_is_neither_repeated_nor_written_whole(
     assert len(long) < 400
     assert "/a\\nrequest: forged 404" in strange
     assert "\n" not in strange
+
+
+def test_a_request_beyond_the_limit_of_its_key_is_logged_with_the_keys_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headroom.server")
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[alice]\nkey = 'a'\nrequests_per_minute = 1\n")
+    with serving(FakeLLM(), Options(port=0, api_keys=str(keys))) as server:
+        for _ in range(2):
+            httpx.post(server.address + CHAT, json=BODY, headers={"authorization": "Bearer a"})
+        refused = lines(caplog, 2)[1]
+    assert refused.startswith(f"request: POST {CHAT} 429, ")
+    assert ", key alice, " in refused

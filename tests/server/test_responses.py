@@ -612,6 +612,14 @@ def test_a_long_conversation_is_cut_only_if_asked(client: httpx.Client, llm: Fak
     assert len(llm.conversations[-1]) == 2
 
 
+@pytest.mark.parametrize("path", [f"{PATH}/compact", f"{PATH}/resp_1"])
+def test_a_call_that_is_not_there_is_a_404(shared: httpx.Client, path: str) -> None:
+    response = shared.post(path, json={"input": "hi"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "unknown_url")
+    assert error["message"] == f"POST {path} does not exist."
+
+
 def test_old_responses_leave_the_store(llm: FakeLLM) -> None:
     options = Options(port=0, stored_responses=2)
     with serving(llm, options) as server, httpx.Client(base_url=server.address) as client:

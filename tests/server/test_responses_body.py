@@ -126,8 +126,10 @@ def test_a_forced_call_goes_before_a_format(client: httpx.Client, llm: FakeLLM) 
 
 def test_choices_limit_the_tools(client: httpx.Client, llm: FakeLLM) -> None:
     tools = [WEATHER, PATCH, {"type": "web_search", "external_web_access": True}]
-    for choice, expected in {"auto": "auto", "none": "none", "required": "required"}.items():
-        ask(client, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    modes = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+    for choice, expected in modes.items():
+        answer = ask(client, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert answer["tool_choice"] == expected
         chat = llm.chats[-1]
         assert (chat.tool_choice.mode, chat.tool_choice.parallel) == (expected, False)
         assert [tool.name for tool in chat.tools] == ["weather", "apply_patch"]

@@ -103,6 +103,14 @@ def test_a_shell_call_is_a_call() -> None:
     assert (result["tool_call_id"], result["content"]) == ("1", "a.txt")
 
 
+def test_the_arguments_of_an_earlier_call_may_be_an_object_or_null() -> None:
+    bare = {"type": "function_call", "call_id": "3", "name": "f"}
+    calls = [{**call("1"), "arguments": {"a": 1}}, {**call("2"), "arguments": None}, bare]
+    (turn,) = messages(*calls)
+    made = [one["function"]["arguments"] for one in turn["tool_calls"]]
+    assert made == ['{"a": 1}', "{}", "{}"]
+
+
 def test_what_a_server_did_by_itself_is_skipped() -> None:
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}}
     assert messages(search, said("user", "hi")) == [{"role": "user", "content": "hi"}]

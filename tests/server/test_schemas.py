@@ -44,7 +44,7 @@ WRONG_SETTINGS = [
     ({"temperature": 10**400}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
     ({"top_p": -1}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"top_k": 2.5}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
     ({"min_p": 2}, "min_p"),
@@ -63,7 +63,8 @@ WRONG_SETTINGS = [
     ({"n": 10**12}, "n"),
     ({"stop": 5}, "stop"),
     ({"stop": [5]}, "stop"),
-    ({"stop": ""}, "stop"),
+    ({"stop": [""] * 17}, "stop"),
+    ({"n_predict": "many"}, "max_tokens"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["x"] * 100_000}, "stop"),
     ({"stop": "x" * 100_000}, "stop"),
@@ -122,14 +123,17 @@ WRONG_CHATS = [
     ({"messages": [{"role": "assistant", "content": "", "audio": {"id": "1"}}]},
      "messages[0].audio"),
     ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": ""}]}]},
+    ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": 7}]}]},
      "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]},
+                   {"role": "tool", "content": "42", "tool_call_id": ""}]},
+     "messages[1].tool_call_id"),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "type": "mcp"}]}]},
      "messages[0].tool_calls[0].type"),
     ({"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {}}]}]},
      "messages[0].tool_calls[0].function.name"),
     ({"messages": [{"role": "assistant", "tool_calls": [
-        {**CALL, "function": {"name": "f", "arguments": {}}}]}]},
+        {**CALL, "function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
@@ -250,7 +254,9 @@ def test_fields_that_do_not_change_the_answer_are_accepted(shared: httpx.Client,
         "verbosity": "low", "prediction": {"type": "content", "content": "x"}, "session_id": "1",
         "cache_prompt": True, "parallel_tool_calls": True, "tools": [], "tool_choice": "none",
         "response_format": {"type": "text"}, "modalities": ["text"], "min_tokens": 0,
-        "typical_p": 1.0, "skip_special_tokens": True, "n_predict": 3, "repeat_penalty": 1.1,
+        "top_k": -1, "stop": [""], "input": "", "system": None, "options": {}, "typical": 1.0,
+        "text": {"format": {"type": "text"}}, "typical_p": 1.0,
+        "skip_special_tokens": True, "n_predict": 3, "repeat_penalty": 1.1,
         "stream_options": None, "no_such_field": 5,
     }  # fmt: skip
     response = shared.post(path, json={**subject, **harmless})
@@ -278,6 +284,7 @@ def test_the_error_of_a_prompt_beyond_the_context_has_both_numbers(shared: httpx
 
 BROKEN = [
     b"",
+    b"\xef\xbb\xbf",
     b"{",
     b"nothing",
     b"[]",
@@ -287,7 +294,7 @@ BROKEN = [
     b'{"prompt": "\xff\xfe"}',
     b'{"prompt": "\\ud800", "max_tokens": NaN}',
     b'{"prompt": "\\ud800"',
-    b'{"prompt": "\\ud800", "user": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+    b'{"prompt": "\\ud800", "user": ' + b"[" * 19_000 + b"]" * 19_000 + b"}",
     b"\xff\xfe{\x00}\x00",
     b'{"prompt": "hi", "temperature": NaN}',
     b'{"prompt": "hi", "temperature": Infinity}',
@@ -298,9 +305,9 @@ BROKEN = [
     b'{"prompt": "hi", "seed": 1' + b"0" * 5000 + b"}",
     b'{"prompt": [1' + b"0" * 5000 + b"]}",
     b'{"prompt": "hi", "temperature": 1' + b"0" * 5000 + b"}",
-    b'{"prompt": ' + b"[" * 40_000,
-    b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
-    b'{"user": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b', "prompt": "hi"}',
+    b'{"prompt": ' + b"[" * 19_000,
+    b'{"prompt": ' + b"[" * 19_000 + b"]" * 19_000 + b"}",
+    b'{"user": ' + b'{"a":' * 19_000 + b"1" + b"}" * 19_000 + b', "prompt": "hi"}',
 ]
 
 
@@ -330,6 +337,11 @@ def test_a_packed_body_is_refused_with_what_to_leave_out(shared: httpx.Client) -
         "The body has the content encoding 'gzip'; the server unpacks no bodies. "
         "Send it without Content-Encoding."
     )
+
+
+def test_a_body_may_begin_with_a_byte_order_mark(shared: httpx.Client) -> None:
+    answer = shared.post(COMPLETIONS, content=b'\xef\xbb\xbf{"prompt": "hi", "max_tokens": 1}')
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("body", BROKEN, ids=lambda body: str(body[:40]))
@@ -401,7 +413,7 @@ def test_a_body_may_have_exactly_as_many_bytes_as_the_limit(
         ({"logprobs": 20}, {"logprobs": 21}),
         ({"max_tokens": -1}, {"max_tokens": -2}),
         ({"max_tokens": 2**31 - 1}, {"max_tokens": 2**31}),
-        ({"top_k": 0}, {"top_k": -1}),
+        ({"top_k": -1}, {"top_k": -2}),
         ({"temperature": 100}, {"temperature": 100.1}),
         ({"temperature": 0}, {"temperature": -0.1}),
         ({"top_p": 1}, {"top_p": 1.001}),
@@ -484,13 +496,14 @@ def test_a_body_that_never_comes_is_not_waited_for(
 def test_a_wrong_model_is_answered_by_the_only_one_unless_the_server_is_strict(
     shared: httpx.Client,
 ) -> None:
-    body = {"model": "gpt-9", "messages": [USER], "prompt": "hi"}
-    for path in (CHAT, COMPLETIONS):
-        answer = shared.post(path, json=body)
+    bodies = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "hi"}}
+    for path, body in bodies.items():
+        answer = shared.post(path, json={"model": "gpt-9", **body})
         assert (answer.status_code, answer.json()["model"]) == (200, "fake")
     with serving(FakeLLM(), Options(port=0, strict_model=True)) as server:
-        for path in (CHAT, COMPLETIONS):
-            error = problem(httpx.post(server.address + path, json=body), 404)
+        for path, body in bodies.items():
+            asked = {"model": "gpt-9", **body}
+            error = problem(httpx.post(server.address + path, json=asked), 404)
             assert (error["param"], error["code"]) == ("model", "model_not_found")
             assert error["message"] == "The model 'gpt-9' does not exist. This server has 'fake'."
 
@@ -525,7 +538,12 @@ def test_no_value_of_any_field_is_the_servers_fault(
 ) -> None:
     fields = list(path[1].model_fields)
     changed = {fields[number % len(fields)]: value for number, value in changes.items()}
-    body = {"messages": [USER], "prompt": "hi", "input": "hi", **changed}
+    subject = {
+        CHAT: {"messages": [USER]},
+        COMPLETIONS: {"prompt": "hi"},
+        EMBEDDINGS: {"input": "hi"},
+    }
+    body = {**subject[path[0]], **changed}
     assert shared.post(path[0], json=body).status_code in (200, 400, 404)
 
 

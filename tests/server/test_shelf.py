@@ -447,7 +447,9 @@ def test_models_are_listed_with_context_and_size_and_unknown_names_get_the_list(
     missing = server.ask("gpt-6")
     assert missing.status_code == 404
     assert "'tiny', 'qwen3'" in missing.json()["error"]["message"]
-    assert server.ask("Qwen3:latest").status_code == 200
+    for name in ("Qwen3:latest", "qwen3.gguf", "qwen3.gguf:latest"):
+        answer = server.ask(name)
+        assert (answer.status_code, answer.json()["model"]) == (200, "qwen3")
 
 
 def test_metrics_name_the_model_if_there_are_several(serve: Any) -> None:

@@ -56,7 +56,7 @@ def test_characters_are_counted_as_decoded_and_as_shown() -> None:
 def test_control_tokens_are_hidden_unless_the_parser_reads_them(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("a<|im_end|>b")
     assert shown(smollm2, ids, []) == ("ab", False)
-    marks = Reasoning(start="a", end="<|im_end|>", start_id=ids[0], end_id=ids[1], opened=True)
+    marks = Reasoning(start="<t>", end="<|im_end|>", start_id=ids[0], end_id=ids[1], opened=True)
     answer = AnswerText(smollm2, parser=AnswerParser(marks, in_thought=True))
     parts = AnswerParts()
     for token_id in ids:

@@ -1,6 +1,7 @@
 """CallParser: calls and text are told apart in every format, however the answer is cut."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -61,8 +62,8 @@ class Read:
     calls: list[tuple[str, str]]  # name and arguments, as text
 
 
-def read(form: ToolFormat, pieces: list[str]) -> Read:
-    parser, parts = AnswerParser(tools=TOOLS, format=form), AnswerParts()
+def read(form: ToolFormat, pieces: list[str], tools: Sequence[Tool] = TOOLS) -> Read:
+    parser, parts = AnswerParser(tools=tools, format=form), AnswerParts()
     for piece in pieces:
         parts += parser.push(piece)
     parts += parser.finish()
@@ -72,17 +73,23 @@ def read(form: ToolFormat, pieces: list[str]) -> Read:
     return Read(parts.text, [(call.name, call.arguments) for call in calls])
 
 
-def read_in_all_ways(form: ToolFormat, answer: str) -> Read:
+def read_in_all_ways(form: ToolFormat, answer: str, tools: Sequence[Tool] = TOOLS) -> Read:
     """Read an answer whole, character by character and cut once at each place."""
-    whole = read(form, [answer])
-    assert read(form, list(answer)) == whole
+    whole = read(form, [answer], tools)
+    assert read(form, list(answer), tools) == whole
     for place in range(len(answer)):
-        assert read(form, [answer[:place], answer[place:]]) == whole
+        assert read(form, [answer[:place], answer[place:]], tools) == whole
     return whole
 
 
-def check(form: ToolFormat, answer: str, text: str, *calls: tuple[str, object]) -> None:
-    result = read_in_all_ways(form, answer)
+def check(
+    form: ToolFormat,
+    answer: str,
+    text: str,
+    *calls: tuple[str, object],
+    tools: Sequence[Tool] = TOOLS,
+) -> None:
+    result = read_in_all_ways(form, answer, tools)
     assert result.text == text
     assert [(name, json.loads(arguments)) for name, arguments in result.calls] == list(calls)
 
@@ -378,7 +385,8 @@ def test_a_call_that_breaks_after_its_name_keeps_incomplete_arguments(
          {"text": "a"}),
         ('{"name": "write", "arguments": "{\\"text\\": \\"a\\"}"}', {"text": "a"}),
         ('{"name": "write", "arguments": null}', {}),
-        ('{"name": "write", "parameters": {"text": "a"}, "why": "\\"because"}', {"text": "a"}),
+        ('{"name": "write", "type": "function", "arguments": {"text": "a"}, "id": "x"}',
+         {"text": "a"}),
         ('{"name": "write"}', {}),
     ],
 )  # fmt: skip
@@ -402,3 +410,176 @@ def test_text_after_a_broken_call_comes_with_the_next_piece() -> None:
     assert (parts.text, len(parts.calls)) == ("", 2)
     assert parser.held > 0
     assert parser.push(" no").text == "oh < no"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "write", "age": 3, "bio": "a long text"}',
+        '{"age": 3, "name": "write"}',
+        '{"name": "write", "text": "a"}',
+        '{"name": "write", "type": "dog"}',
+        '{"name": "write", "id": "x"}',
+        '{"name": "write", "arguments": 5}',
+        '{"name": "write", "name": "now"}',
+        '{"name": "write", "bio": "a", "arguments": {"text": "a"}}',
+        '{"function": {"name": "write", "description": "d", "parameters": {}}}',
+        '{"name": "wri',
+        '{"name": "write"',
+        '{"name": "write", "arg',
+        '{"name": "search"}',
+    ],
+)
+def test_json_without_a_mark_that_merely_has_a_tool_s_name_stays_text(answer: str) -> None:
+    search = Tool(name="search", parameters={"required": ["query"]})
+    for form in (LLAMA, ANY):
+        check(form, answer, answer, tools=(*TOOLS, search))
+
+
+def test_json_without_a_mark_that_has_nothing_but_a_name_is_a_call() -> None:
+    for form in (LLAMA, ANY):
+        check(form, '{"name": "now"}', "", ("now", {}))
+        check(form, '{"type": "function", "name": "now"}', "", ("now", {}))
+        check(form, '{"type": "function", "function": {"name": "now"}}', "", ("now", {}))
+
+
+def test_arguments_beside_the_name_are_read_after_a_mark() -> None:
+    check(
+        TAGS,
+        '<tool_call>{"name": "get_weather", "city": "x", "days": "2", "box": {"a": [1]}}'
+        "</tool_call>",
+        "",
+        ("get_weather", {"city": "x", "days": 2, "box": {"a": [1]}}),
+    )
+    delete = Tool(name="delete", parameters={"properties": {"id": {"type": "string"}}})
+    check(
+        TAGS,
+        '<tool_call>{"id": "a", "name": "delete"}</tool_call>',
+        "",
+        ("delete", {"id": "a"}),
+        tools=[delete],
+    )
+    for answer in (
+        '<tool_call>{"name": "write", "a": 5}</tool_call>',
+        '<tool_call>{"name": "write", "text": "a", "b": 5}</tool_call>',
+        '<tool_call>{"name": "write", "text": "a", "arguments": {"text": "b"}}</tool_call>',
+        '<tool_call>{"name": "write", "type": "note"}</tool_call>',
+        '<tool_call>{"name": "write", "tex',
+    ):
+        check(TAGS, answer, answer)
+
+
+def test_fields_after_the_arguments_become_text() -> None:
+    fields = '"note": "a long text", "id": "x", "why": {"a": [1]}'
+    whole = f'{{"name": "write", "arguments": {{"text": "a"}}, {fields}}}'
+    shown = '"note": "a long text", "why": {"a": [1]}'
+    check(TAGS, f"<tool_call>{whole}</tool_call>", shown, ("write", {"text": "a"}))
+    check(TAGS, f"Hm. <tool_call>{whole}</tool_call>", f"Hm. {shown}", ("write", {"text": "a"}))
+    check(LLAMA, whole, shown, ("write", {"text": "a"}))
+    check(
+        MISTRAL,
+        f'[TOOL_CALLS][{whole}, {{"name": "now", "arguments": {{}}}}]',
+        shown,
+        ("write", {"text": "a"}),
+        ("now", {}),
+    )
+
+
+def test_the_place_of_a_field_after_the_arguments_is_known() -> None:
+    field = '"note": "b"'
+    answer = f'<tool_call>{{"name": "write", "arguments": {{"text": "a"}}, {field}}}</tool_call>'
+    for pieces in ([answer], list(answer)):
+        parser = AnswerParser(tools=TOOLS, format=TAGS)
+        for piece in pieces:
+            parser.push(piece)
+        parser.finish()
+        shown = [
+            character for place, character in enumerate(answer) if parser.is_text(place, place + 1)
+        ]
+        assert "".join(shown) == field
+
+
+def test_arguments_of_a_json_call_come_as_they_are_written() -> None:
+    for form, mark in ((TAGS, "<tool_call>"), (LLAMA, "")):
+        parser = AnswerParser(tools=TOOLS, format=form)
+        assert parser.push(f'{mark}{{"name": "write", "arg').calls == ()
+        (named,) = parser.push('uments": ').calls + parser.push("{").calls[:1]
+        assert (named.name, named.arguments) == ("write", "")
+        pieces = [parser.push(piece) for piece in ('"text": "', "ab", "c", '"}', "}")]
+        written = ["".join(delta.arguments for delta in parts.calls) for parts in pieces]
+        assert written == ['"text": "', "ab", "c", '"}', ""]
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        (TAGS, '<tool_call>\n{"name": "now"}\n{"name": "write"}\n</tool_call>'),
+        (TAGS, '<tool_call>{"name": "now"}{"name": "write"}</tool_call>\n</tool_call>'),
+        (TAGS, '<tool_call>{"name": "now"}</tool_call></tool_call>\n\n</tool_call>'
+               '<tool_call>{"name": "write"}</tool_call>'),
+        (ANY, '{"name": "now"}\n</tool_call>\n{"name": "write"}</tool_call></tool_call>'),
+        (TAGS, "<function=now></function></tool_call></tool_call><tool_call>write</tool_call>"),
+        (GEMMA, "<|tool_call>call:now{}<tool_call|><tool_call|><|tool_call>call:write{}"),
+    ],
+)  # fmt: skip
+def test_several_calls_in_a_block_and_repeated_end_marks_leave_no_text(
+    form: ToolFormat, answer: str
+) -> None:
+    check(form, answer, "", ("now", {}), ("write", {}))
+    check(form, f"{answer} bye", "bye", ("now", {}), ("write", {}))
+
+
+def test_strings_become_the_scalars_that_the_schema_of_a_json_call_demands() -> None:
+    written = (
+        '{"city": "1", "days": "2", "wind": "2.5", "exact": "True", "note": "3", '
+        '"near": "[]", "box": {"days": "1"}, "other": "4"}'
+    )
+    typed = json.loads(written) | {"days": 2, "wind": 2.5, "exact": True}
+    quoted = json.dumps(written)
+    call = ("get_weather", typed)
+    for form, answer in (
+        (TAGS, f'<tool_call>{{"name": "get_weather", "arguments": {written}}}</tool_call>'),
+        (TAGS, f'<tool_call>{{"arguments": {written}, "name": "get_weather"}}</tool_call>'),
+        (TAGS, f'<tool_call>{{"name": "get_weather", "arguments": {quoted}}}</tool_call>'),
+        (TAGS, f"<function=get_weather>{written}</function>"),
+        (LLAMA, f'{{"name": "get_weather", "parameters": {written}}}'),
+        (MISTRAL, f"[TOOL_CALLS]get_weather[ARGS]{written}"),
+    ):
+        check(form, answer, "", call)
+    check(
+        TAGS,
+        '<tool_call>{"name": "get_weather", "arguments": {"days": "two", "exact": "1"}}'
+        "</tool_call>",
+        "",
+        ("get_weather", {"days": "two", "exact": "1"}),
+    )
+    check(
+        GEMMA,
+        '<|tool_call>call:get_weather{days:<|"|>2<|"|>,city:<|"|>2<|"|>,wind:<|"|>low<|"|>}',
+        "",
+        ("get_weather", {"days": 2, "city": "2", "wind": "low"}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "whole", "first"),
+    [
+        (TAGS, '<tool_call>\n{"name": "get_weather", "arguments": {', '"get_weather"'),
+        (TAGS, "<tool_call>\n<function=get_weather>\n<parameter=days>\n", "weather>"),
+        (TAGS, "<function=get_weather><parameter=city>a</parameter>\n</function>\n</tool_call>",
+         "</parameter>\n<"),
+        (TAGS, "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>", "weather\n"),
+        (LLAMA, '<|python_tag|>{"name": "get_weather", "parameters": ', '"get_weather"'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {}, "id": "abc123XYZ"}]',
+         '"get_weather"'),
+        (MISTRAL, "[TOOL_CALLS]get_weather[CALL_ID]abc123XYZ[ARGS]{", "get_weather["),
+        (GEMMA, '<|tool_call>call:get_weather{box:{},days:', "weather{"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_breaks_off_in_a_call_s_markup_has_no_text(
+    form: ToolFormat, whole: str, first: str
+) -> None:
+    for end in range(whole.index(first) + len(first), len(whole) + 1):
+        result = read_in_all_ways(form, whole[:end])
+        assert [name for name, _ in result.calls] == ["get_weather"]
+        assert result.text == "", whole[:end]

@@ -3,7 +3,7 @@
 import codecs
 import json
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -155,6 +155,8 @@ FRAGMENTS = (
     *("<|tool_call>", "call:", "<tool_call|>", '<|"|>', ":", "<|python_tag|>", "; ", "path"),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "abcdefghi"),
     *("list_tools", "\\ud83d", "<", "nul", "-1e5"),
+    *('{"name": "edit"', ', "note": "x"', ', "all": "true"', ', "arguments": {', '"id": ', "}}"),
+    *('"type": ', '"function"'),
 )  # fmt: skip
 
 
@@ -174,6 +176,56 @@ def test_any_text_is_read_the_same_however_it_is_cut(
     assert read(form, pieces) == whole
     assert read(form, list(answer)) == whole
     if not whole[2]:  # nothing vanishes where there is no call
+        assert whole[1] == answer
+
+
+WORDS = st.sampled_from(("edit", "list_tools", "3", "true", "a text", "", "</tool_call>"))
+FIELDS = st.dictionaries(
+    st.sampled_from(
+        ("name", "function", "arguments", "parameters", "id", "type", "note", "path", "all", "bio")
+    ),
+    WORDS | st.integers() | st.none() | st.dictionaries(st.sampled_from(("path", "all")), WORDS),
+    max_size=5,
+)
+BLOCKS = ("{}", "<tool_call>{}</tool_call>", "<tool_call>\n{}\n{}</tool_call></tool_call>")
+BLOCKS += ("[TOOL_CALLS][{}, {}]", "<|python_tag|>{}; {}", "I look. <tool_call>{}", "{};{}")
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.sampled_from(("json_tags", "bare_json", "json_list", "any")),
+    st.sampled_from(BLOCKS),
+    st.lists(FIELDS, min_size=2, max_size=2),
+    st.lists(st.integers(0, 300), max_size=6),
+    st.integers(0, 300),
+)
+def test_no_value_of_json_vanishes_however_it_is_cut(
+    style: str, block: str, objects: list[dict[str, Any]], cuts: list[int], end: int
+) -> None:
+    form = find_tool_format(tool_tokenizer("plain"), None) if style == "any" else form_of(style)
+    # Each text is numbered, so that each can be looked for.
+    numbers = count()
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: numbered(inner) for key, inner in value.items()}
+        is_text = isinstance(value, str) and value in ("a text", "")
+        return f"{value}#{next(numbers)}" if is_text else value
+
+    written = [numbered(entry) for entry in objects[: block.count("{}")]]
+    answer = block.format(*map(json.dumps, written))[-end - 1 :]
+    whole = read(form, [answer])
+    places = [0, *sorted(place for place in cuts if place < len(answer)), len(answer)]
+    assert read(form, [answer[start:end] for start, end in pairwise(places)]) == whole
+    assert read(form, list(answer)) == whole
+    shown = whole[1] + "".join(arguments for _, arguments in whole[2])
+    for entry in written:
+        for key, value in entry.items():
+            texts = value.values() if isinstance(value, dict) else [value]
+            for text in texts:
+                if key != "id" and "#" in str(text) and text in answer:
+                    assert text in shown
+    if not whole[2]:
         assert whole[1] == answer
 
 

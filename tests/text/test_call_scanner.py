@@ -179,6 +179,7 @@ def marked_text(text: str) -> str | None:
 
 @given(MARKUP, st.booleans(), CUTS)
 @example("a\n</p>\n</f>", True, [2])
+@example("a\r\n</p>", True, [2])
 @example("a</p>b</p> <p c", False, [5, 9])
 def test_a_value_ends_at_the_first_mark_that_markup_follows(
     text: str, trims: bool, cuts: list[int]

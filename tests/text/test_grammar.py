@@ -291,18 +291,24 @@ def nested(part: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("schema", "path", "reason"),
     [
-        (nested({"not": {"type": "string"}}), "/properties/a~1b/items", 'keys: ["not"]'),
+        (nested({"not": {"type": "string"}}), "/properties/a~1b/items", "`not` cannot be enforced"),
         (nested({"type": "text"}), "/properties/a~1b/items", "Invalid type: text"),
         ({"$ref": "#/$defs/x"}, "its root", "does not exist"),
-        ({"anyOf": [{"type": "null"}, {"not": {}}]}, "/anyOf/1", 'keys: ["not"]'),
+        ({"anyOf": [{"type": "null"}, {"not": {}}]}, "/anyOf/1", "`not` cannot be enforced"),
         ({"enum": []}, "its root", "anyOf is empty"),
         ({"$defs": {"x": {"uniqueItems": True}}, **nested({"$ref": "#/$defs/x"})},
-         "/properties/a~1b/items", "uniqueItems"),
+         "/$defs/x", "`uniqueItems` cannot be enforced"),
+        (nested({"oneOf": [{"type": "object"}, {"type": "object"}]}),
+         "/properties/a~1b/items", "the choices of `oneOf` do not exclude each other"),
+        ({**nested({}), "required": ["b"], "additionalProperties": False}, "its root",
+         "required member 'b'"),
+        (nested({"$ref": "https://example.org/s"}), "/properties/a~1b/items",
+         "'https://example.org/s' is not a part of the schema"),
         (nested({"type": "string", "pattern": "(?=a)b"}), "/properties/a~1b/items", "look-around"),
         ({"type": "integer", "minimum": 9, "maximum": 3}, "its root", "greater than maximum"),
         (False, "its root", "false"),
         ({"$ref": "#"}, "its root", "no answer can match"),
-        ({"properties": {"a": 5}}, "/properties/a", "must be an object"),
+        ({"properties": {"a": 5}}, "/properties/a", "a schema is not an object"),
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
@@ -312,6 +318,55 @@ def test_a_schema_that_cannot_be_compiled_is_refused_with_its_path(
         compiler().compile([schema_format(schema)])
     assert f"at {path}: " in refused.value.message
     assert reason in refused.value.message
+    assert "coerce_one_of" not in refused.value.message
+    assert len(refused.value.message.splitlines()) == 1
+    assert refused.value.param == "response_format"
+
+
+KINDS = {
+    name: {
+        "type": "object",
+        "properties": {"kind": {"const": name, "default": name}, **more},
+        "required": list(more),
+        "additionalProperties": False,
+    }
+    for name, more in {
+        "cat": {"lives": {"type": "integer"}},
+        "dogs": {"names": {"type": "array", "items": {"$ref": "#/$defs/pet"}}},
+    }.items()
+}
+PET = {
+    "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dogs"}],
+    "discriminator": {"propertyName": "kind"},
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": KINDS | {"pet": PET}, **PET},
+        {"$defs": KINDS | {"pet": PET}, "$ref": "#/$defs/pet"},
+        {"$defs": KINDS | {"pet": PET}, **PET, "oneOf": list(KINDS.values())},
+    ],
+)
+def test_the_field_of_a_discriminator_tells_the_choices_apart_and_is_always_written(
+    schema: Any,
+) -> None:
+    made = compiler()
+    grammar = made.compile([schema_format(schema)])
+    for text in ('{"kind": "cat", "lives": 9}', '{"kind": "dogs", "names": [{"kind": "cat", "l'):
+        write(made.tokenizer, grammar.begin(), text)
+    for text in ('{"lives', '{"kind": "cat", "n', '{"kind": "dogs", "names": [{"l'):
+        with pytest.raises(AssertionError):
+            write(made.tokenizer, grammar.begin(), text)
+    assert "required" in KINDS["cat"]
+    assert KINDS["cat"]["required"] == ["lives"]  # the client's schema stays as it is
+
+
+def test_of_several_formats_the_schema_that_fails_is_named() -> None:
+    calls = OutputFormat(kind="lark", value='start: "a"', param="tools")
+    with pytest.raises(RequestError, match="JSON schema cannot be used, at its root") as refused:
+        compiler().compile([calls, schema_format({"not": {"type": "null"}})])
     assert refused.value.param == "response_format"
 
 

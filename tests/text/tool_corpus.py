@@ -219,7 +219,7 @@ def _repeats_the_end_mark(
     style: str, calls: tuple[Call, ...], dice: random.Random
 ) -> SyntheticAnswer:
     gap = dice.choice(("", "\n"))
-    return SyntheticAnswer(f"{_written(style, calls)}{gap}</tool_call>", calls)
+    return SyntheticAnswer(f"{_written(style, calls)}{gap}</tool_call>", calls, "")
 
 
 @_mistake(*_TAG_STYLES, "plain_keys", "named_json")
@@ -228,6 +228,27 @@ def _writes_calls_without_a_break(
 ) -> SyntheticAnswer:
     many = (*calls, *(_call(dice, style) for _ in range(2)))
     return SyntheticAnswer(_written(style, many), many, "")
+
+
+@_mistake("json_tags")
+def _writes_several_objects_between_one_pair_of_tags(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    many = (*calls, _call(dice, style))
+    gap = dice.choice(("\n", "", " "))
+    objects = gap.join(_json({"name": name, "arguments": values}, dice) for name, values in many)
+    return SyntheticAnswer(f"<tool_call>\n{objects}\n</tool_call>", many, "")
+
+
+@_mistake(*_JSON_STYLES)
+def _writes_numbers_and_booleans_as_strings(
+    style: str, calls: tuple[Call, ...], dice: random.Random
+) -> SyntheticAnswer:
+    edits = dice.random() < 0.5
+    key, value, other = ("all", True, "new") if edits else ("offset", dice.randrange(99), "path")
+    name = "edit" if edits else "read_file"
+    written = _written(style, ((name, {key: json.dumps(value), other: "12"}),))
+    return SyntheticAnswer(written, ((name, {key: value, other: "12"}),), "")
 
 
 @_mistake(*_TAG_STYLES, "plain_keys")

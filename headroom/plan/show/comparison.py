@@ -23,6 +23,7 @@ from headroom.units import gib
 LABELS, FIGURES = 170, 150  # pixels to the left and to the right of the bars
 BARS = ROOM - LABELS - FIGURES
 BAR_HEIGHT, HOST_HEIGHT, ROW, BETWEEN = 26, 14, 20, 22
+SUBTITLE = 14  # pixels: the size of the line below the title
 
 
 def comparison_svg(plans: Mapping[str, Plan]) -> str:
@@ -37,7 +38,10 @@ def comparison_svg(plans: Mapping[str, Plan]) -> str:
     most_device = max(x.drawn_bytes for plan in plans.values() for x in _devices(plan))
     most_host = max((x.drawn_bytes for plan in plans.values() for x in _hosts(plan)), default=0)
     below = "plans side by side; every box is a line of a plan, as wide as its bytes"
-    y = draw_heading(drawing, models, below, told, fits=bool(fitting)) + 12
+    y = draw_heading(drawing, models, below, "")
+    role = "good" if fitting == len(plans) else "ink" if fitting else "alarm"
+    _draw_badge(drawing, told, y - SUBTITLE * 1.35, role)
+    y += 12
     for label, plan in plans.items():
         y = _draw_plan(drawing, label, plan, y, most_device, most_host) + BETWEEN
     left, scale = MARGIN + LABELS, BARS / most_device
@@ -48,6 +52,15 @@ def comparison_svg(plans: Mapping[str, Plan]) -> str:
         drawing.text(left - 12, y + 16, "host memory", Style(11, role="soft", anchor="end"))
         draw_scale(drawing, left, y, most_host, BARS / most_host, 6)
     return drawing.finish(_draw_legend(drawing, plans, y + 48) + MARGIN - 8)
+
+
+def _draw_badge(drawing: Drawing, told: str, baseline: float, role: str) -> None:
+    """Write how many plans fit, to the right of the line below the title."""
+    style = Style(15, bold=True, anchor="middle", role=role)
+    wide = text_width(told, style) + 28
+    right = WIDTH - MARGIN
+    drawing.box(right - wide, baseline - 20, wide, 30, role="panel", radius=15)
+    drawing.text(right - wide / 2, baseline, told, style)
 
 
 def _devices(plan: Plan) -> list[Memory]:
@@ -71,21 +84,28 @@ def _draw_plan(
     end = Style(15, bold=True, anchor="end", role="ink" if plan.fits else "alarm")
     small = Style(12, anchor="end", role="soft" if plan.fits else "alarm")
     room = FIGURES - 12
-    if plan.fits:
-        speed = f"{plan.predicted.decode_tokens_per_s:,.1f} tok/s"
-        drawing.text(right, top + 36, shortened(speed, room, end), end)
-        rest = f"{gib(_devices(plan)[0].free_bytes)} free"
-        drawing.text(right, top + 54, shortened(rest, room, small), small)
-    else:
-        words, _, missing = verdict(plan).partition(": ")
-        drawing.text(right, top + 36, words, end)
-        drawing.text(right, top + 54, shortened(missing, room, small), small)
+    first, *others = _figures(plan)
+    drawing.text(right, top + 36, shortened(first, room, end), end)
+    lowest = top + 36.0
+    for words in others:
+        lowest += 18
+        drawing.text(right, lowest, shortened(words, room, small), small)
     y = top + ROW
     for memory in _devices(plan):
         y = _draw_memory(drawing, memory, left, y, BARS / most_device, BAR_HEIGHT)
     for memory in _hosts(plan):
         y = _draw_memory(drawing, memory, left, y, BARS / most_host, HOST_HEIGHT)
-    return max(y - 8, below + 6)
+    return max(y - 8, below + 6, lowest + 6)
+
+
+def _figures(plan: Plan) -> list[str]:
+    """Return what stands to the right of a plan's bars: its speed and what is free, or missing."""
+    if not plan.fits:
+        words, _, missing = verdict(plan).partition(": ")
+        return [words, missing]
+    speed = f"{plan.predicted.decode_tokens_per_s:,.1f} tok/s"
+    how = ["estimated"] if plan.predicted.estimate else []
+    return [speed, *how, f"{gib(_devices(plan)[0].free_bytes)} free"]
 
 
 def _draw_memory(

@@ -1,12 +1,21 @@
 // One answer while it comes: the request, and what its chunks add to a message.
 
 import { ApiError, streamChat } from "./api.js";
+import { lengthOf, requestMessages, TOO_LONG, turnsOf } from "./conversation.js";
 
-/** Runs one request and writes the answer into a node; `changed` is called after each change. */
+const LEFT_OUT_SHARE = 4; // of the turns that were too long, one in so many is left out next
+
+/**
+ * Runs one request and writes the answer into a node; `changed` is called after each change.
+ *
+ * The request has the messages up to the node `to` without the oldest `node.leftOut` turns, and the
+ * other fields of `body`.
+ */
 export class Answer {
-  constructor(conversation, node, body, changed) {
+  constructor(conversation, node, to, body, changed) {
     this.conversation = conversation;
     this.node = node;
+    this.to = to;
     this.body = body;
     this.changed = changed;
     this.abort = new AbortController();
@@ -29,18 +38,35 @@ export class Answer {
     this.firstAt = null;
     this.tokens = 0;
     try {
-      for await (const chunk of streamChat(this.body, this.abort.signal)) this.take(chunk);
+      await this.request();
     } catch (error) {
       if (error.name === "AbortError") {
         node.finish = "stopped";
       } else {
         const known = error instanceof ApiError;
-        node.error = { message: error.message, status: known ? error.status : -1, temporary: known && error.isTemporary };
+        node.error = { message: error.message, code: known ? error.code : "", status: known ? error.status : -1, temporary: known && error.isTemporary };
       }
     }
     if (node.stats.generated === undefined && this.tokens) node.stats.generated = this.tokens;
     delete node.waiting;
     this.changed();
+  }
+
+  /** Send the request; while it is too long for the context, leave out more of its oldest turns. */
+  async request() {
+    const { node, conversation } = this;
+    for (;;) {
+      const messages = requestMessages(conversation, this.to, node.leftOut);
+      node.stats.sent = lengthOf(conversation, messages);
+      try {
+        for await (const chunk of streamChat({ ...this.body, messages }, this.abort.signal)) this.take(chunk);
+        return;
+      } catch (error) {
+        const others = turnsOf(conversation, this.to).length - 1 - node.leftOut;
+        if (error.code !== TOO_LONG || others < 1) throw error;
+        node.leftOut += Math.ceil(others / LEFT_OUT_SHARE);
+      }
+    }
   }
 
   take(chunk) {

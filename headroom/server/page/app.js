@@ -2,8 +2,8 @@
 
 import { Answer } from "./answer.js";
 import { ApiError, getJson, setKeyQuestion } from "./api.js";
-import { addNode, alternatives, asMarkdown, chooseBranch, newConversation, pathOf, readExport, requestMessages, titleOf } from "./conversation.js";
-import { announce, byId, download, drawIcons, el, icon, toast } from "./dom.js";
+import { addNode, alternatives, asMarkdown, chooseBranch, newConversation, pathOf, readExport, titleOf, TOO_LONG, turnsToLeaveOut } from "./conversation.js";
+import { announce, byId, download, drawIcons, el, icon, sendsMessage, toast, TOUCH } from "./dom.js";
 import { ExpertsView } from "./experts.js";
 import { MemoryView } from "./memory.js";
 import { counted, MessageView } from "./message.js";
@@ -85,6 +85,11 @@ class Page {
 
   get modelEntry() {
     return this.models.find(({ id }) => id === this.model);
+  }
+
+  /** The context of the chosen model in tokens; undefined while it is not known. */
+  get context() {
+    return this.props?.default_generation_settings?.n_ctx ?? this.modelEntry?.context_length;
   }
 
   async chooseModel(name) {
@@ -289,7 +294,7 @@ class Page {
   /** Ask for an answer after a message, as a new branch. */
   answerTo(parent) {
     const node = addNode(this.current, parent, { role: "assistant", model: this.model ?? "" });
-    this.run(node, requestMessages(this.current, parent));
+    this.run(node, parent);
   }
 
   regenerate(node) {
@@ -303,12 +308,12 @@ class Page {
     if (this.answers.has(this.current.id) || !this.settingsAreRight()) return undefined;
     node.thought = "";
     node.model = this.model ?? "";
-    return this.run(node, requestMessages(this.current, node.parent));
+    return this.run(node, node.parent);
   }
 
   goOn(node) {
     if (this.answers.has(this.current.id) || !this.settingsAreRight()) return;
-    this.run(node, requestMessages(this.current, node.id), { continue_final_message: true, add_generation_prompt: false });
+    this.run(node, node.id, { continue_final_message: true, add_generation_prompt: false });
   }
 
   edited(node, text) {
@@ -347,11 +352,13 @@ class Page {
     this.answerTo(parent);
   }
 
-  /** Run a request whose answer goes into a node. */
-  async run(node, messages, more = {}) {
+  /** Run a request with the messages up to `to`, whose answer goes into a node. */
+  async run(node, to, more = {}) {
     const conversation = this.current;
-    const body = { model: this.model ?? undefined, messages, ...requestFields(conversation.settings), ...more };
-    const answer = new Answer(conversation, node, body, () => this.answerChanged(answer));
+    const fields = requestFields(conversation.settings);
+    const body = { model: this.model ?? undefined, ...fields, ...more };
+    node.leftOut = this.context ? turnsToLeaveOut(conversation, to, this.context, fields.max_tokens) : 0;
+    const answer = new Answer(conversation, node, to, body, () => this.answerChanged(answer));
     this.answers.set(conversation.id, answer);
     this.sticky = true;
     this.show(conversation);
@@ -370,6 +377,7 @@ class Page {
       this.sidebar.show(this.current.id, new Set(this.answers.keys()));
     }
     announce(node.error ? `The answer failed: ${node.error.message}` : node.finish === "stopped" ? "Stopped." : "The answer is complete.");
+    if (node.error?.code === TOO_LONG) this.props = null; // the model may have been loaded anew, with another context
     if (!this.modelEntry?.loaded || this.props === null) this.readModels();
   }
 
@@ -408,7 +416,7 @@ class Page {
     if (send.getAttribute("aria-label") !== label || !send.firstChild) {
       send.replaceChildren(icon(running ? "stop" : "send"));
       send.setAttribute("aria-label", label);
-      send.title = running ? "Stop (Esc)" : "Send (Enter)";
+      send.title = running ? "Stop (Esc)" : TOUCH.matches ? "Send" : "Send (Enter)";
     }
     send.classList.toggle("stop", running);
     send.disabled = !running && !this.input.value.trim();
@@ -420,7 +428,7 @@ class Page {
   }
 
   drawContext() {
-    const most = this.props?.default_generation_settings?.n_ctx ?? this.modelEntry?.context_length;
+    const most = this.context;
     const last = pathOf(this.current).findLast((node) => node.stats?.prompt);
     const used = last ? last.stats.prompt + (last.stats.generated ?? 0) : 0;
     const box = byId("context");
@@ -639,7 +647,7 @@ class Page {
   }
 
   composerKey(event) {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    if (sendsMessage(event)) {
       event.preventDefault();
       this.submit();
     } else if (event.key === "ArrowUp" && !this.input.value && !this.answers.has(this.current.id)) {

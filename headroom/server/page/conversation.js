@@ -4,7 +4,11 @@
 import { newId } from "./dom.js";
 
 export const VERSION = 1;
+export const TOO_LONG = "context_length_exceeded"; // the server's code for messages that leave no room
 const TITLE_LENGTH = 60;
+const ANSWER_ROOM = 4096; // most tokens that are kept free for an answer whose length is not limited
+const ANSWER_SHARE = 4; // at most one in so many tokens of the context is kept free for the answer
+const TOKENS_PER_CHARACTER = 1 / 3; // before an answer has told
 
 /** Return an empty conversation. */
 export function newConversation(settings) {
@@ -53,22 +57,56 @@ export function chooseBranch(conversation, id) {
   conversation.leaf = node.id;
 }
 
-/** Return the messages of a request: those up to `to`, after the system prompt. */
-export function requestMessages(conversation, to) {
-  const messages = [];
+/** Return the messages of a request: the system prompt, and the turns up to `to` but the oldest. */
+export function requestMessages(conversation, to, leftOut = 0) {
   const system = conversation.settings.system?.trim();
-  if (system) messages.push({ role: "system", content: system });
-  for (const node of pathOf(conversation, to)) {
-    if (node.role === "assistant") {
-      if (!node.content && !node.calls?.length) continue; // it failed, or was stopped at once
-      messages.push(assistantMessage(node));
-    } else if (node.role === "tool") {
-      messages.push({ role: "tool", tool_call_id: node.callId, content: node.content });
-    } else {
-      messages.push({ role: "user", content: node.content });
+  const messages = system ? [{ role: "system", content: system }] : [];
+  return [...messages, ...turnsOf(conversation, to).slice(leftOut).flat()];
+}
+
+/** Return the messages up to `to` as a list of turns: a question, and all that follows until the next one. */
+export function turnsOf(conversation, to) {
+  const turns = [];
+  const path = pathOf(conversation, to);
+  path.forEach((node, index) => {
+    if (node.role === "user" || !turns.length) turns.push([]);
+    const turn = turns.at(-1);
+    if (node.role === "tool") {
+      turn.push({ role: "tool", tool_call_id: node.callId, content: node.content });
+    } else if (node.role === "user") {
+      if (!isTooLong(path[index + 1])) turn.push({ role: "user", content: node.content });
+    } else if (node.content || node.calls?.length) {
+      turn.push(assistantMessage(node)); // else it failed, or was stopped at once
     }
-  }
-  return messages;
+  });
+  return turns.filter((turn) => turn.length);
+}
+
+/** Return whether an answer never began because its question alone takes more than the context. */
+function isTooLong(node) {
+  return node?.error?.code === TOO_LONG && !node.content;
+}
+
+/**
+ * Return how many of the oldest turns a request leaves out so that its answer has room, all in tokens.
+ *
+ * The last answer tells how many tokens its messages were. The server has the last word: it refuses
+ * a request that is too long, and then more is left out.
+ */
+export function turnsToLeaveOut(conversation, to, context, longestAnswer) {
+  const room = Math.min(longestAnswer ?? ANSWER_ROOM, Math.floor(context / ANSWER_SHARE));
+  const last = pathOf(conversation, to).findLast(({ stats }) => stats?.prompt && stats.sent);
+  const rate = last ? last.stats.prompt / last.stats.sent : TOKENS_PER_CHARACTER;
+  const turns = turnsOf(conversation, to).map((turn) => JSON.stringify(turn).length);
+  let length = lengthOf(conversation, requestMessages(conversation, to));
+  let leftOut = 0;
+  while (leftOut < turns.length - 1 && rate * length + room > context) length -= turns[leftOut++];
+  return leftOut;
+}
+
+/** Return the characters of a request's messages and tools. */
+export function lengthOf(conversation, messages) {
+  return JSON.stringify(messages).length + (conversation.settings.tools ?? "").length;
 }
 
 function assistantMessage(node) {

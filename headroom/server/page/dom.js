@@ -74,6 +74,14 @@ export function drawIcons(root = document) {
   }
 }
 
+export const TOUCH = matchMedia("(pointer: coarse)"); // a phone, whose keyboard has no Shift+Enter
+
+/** Return whether a key sends what was written: Enter or, where that has to begin a line, Ctrl+Enter. */
+export function sendsMessage(event) {
+  if (event.key !== "Enter" || event.isComposing) return false;
+  return TOUCH.matches ? event.ctrlKey || event.metaKey : !event.shiftKey;
+}
+
 /** Return a button with an icon and a name, which is shown as a tooltip. */
 export function iconButton(name, label, onclick, more = {}) {
   const classes = `icon-button ${more.class ?? ""}`.trim();

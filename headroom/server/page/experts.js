@@ -21,7 +21,7 @@ export class ExpertsView {
     this.timer = 0;
     this.turn = 0; // the last call of `show`; earlier readings are dropped
     this.model = null;
-    this.recent = true; // colours by recent picks; false: by all since the start
+    this.chosen = null; // whether colours show recent picks (true) or all; null: nobody chose
   }
 
   /** Show a model of the server's list; null hides the view. */
@@ -37,11 +37,17 @@ export class ExpertsView {
   forget() {
     this.before = null;
     this.warmth = null; // recent picks by layer and expert, which fade
+    this.picked = false; // whether there were picks since the view was opened
     this.rates = []; // hit rates between readings
     this.mixes = []; // between readings: shares of picks by cause of hit, then by path of miss
     this.cell = null; // the cell under the pointer or the cursor keys
     this.built = false;
     this.target.replaceChildren(el("p", { class: "help" }, "Reading the experts…"));
+  }
+
+  /** Whether colours show recent picks; until there are some, those since the start say more. */
+  get recent() {
+    return this.chosen ?? this.picked;
   }
 
   async read(model, turn) {
@@ -72,17 +78,16 @@ export class ExpertsView {
   warm(now) {
     const { before } = this;
     this.warmth ??= now.layers.map((layer) => new Float64Array(layer.picks.length));
-    this.fresh = 0;
     if (before && before.picks <= now.picks) {
       now.layers.forEach((layer, row) => {
         const warmth = this.warmth[row];
         layer.picks.forEach((count, expert) => {
           const added = count - before.layers[row].picks[expert];
-          this.fresh += added;
           warmth[expert] = (now.picks > before.picks ? FADE * warmth[expert] : warmth[expert]) + added;
         });
       });
       if (now.picks > before.picks) {
+        this.picked = true;
         this.rates.push((now.hits - before.hits) / (now.picks - before.picks));
         this.rates = this.rates.slice(-RATES);
         this.mixes.push(mix(before, now));
@@ -101,7 +106,7 @@ export class ExpertsView {
     this.map = el("canvas", { class: "heat", tabindex: "0", role: "application", "aria-label": "Heat map of experts; arrow keys move from expert to expert", "aria-describedby": "heat-cell" });
     this.told = el("p", { class: "help heat-cell", id: "heat-cell", role: "status" });
     const choice = (recent, text) =>
-      el("button", { type: "button", class: "chip", "aria-pressed": String(this.recent === recent), onclick: () => this.choose(recent) }, text);
+      el("button", { type: "button", class: "chip", onclick: () => this.choose(recent) }, text);
     this.choices = [choice(true, "Recent"), choice(false, "Since start")];
     this.table = el("tbody");
     const head = el("tr", {}, ...["Layer", "Hit rate", "Hot", "Most picked"].map((text) => el("th", { scope: "col" }, text)));
@@ -120,14 +125,23 @@ export class ExpertsView {
     this.map.addEventListener("pointermove", (event) => this.point(event));
     this.map.addEventListener("pointerleave", () => this.select(null));
     this.map.addEventListener("keydown", (event) => this.step(event));
-    this.told.textContent = "Rows are layers, columns are experts.";
   }
 
   choose(recent) {
-    this.recent = recent;
-    this.choices[0].setAttribute("aria-pressed", String(recent));
-    this.choices[1].setAttribute("aria-pressed", String(!recent));
+    this.chosen = recent;
     this.draw();
+  }
+
+  drawChoice() {
+    this.choices[0].setAttribute("aria-pressed", String(this.recent));
+    this.choices[1].setAttribute("aria-pressed", String(!this.recent));
+    if (!this.cell) this.tellNothing();
+  }
+
+  /** Say what the map shows while no expert is selected. */
+  tellNothing() {
+    const text = this.recent && !this.picked ? "Nothing was picked since these figures were opened." : "Rows are layers, columns are experts.";
+    if (this.told.textContent !== text) this.told.textContent = text;
   }
 
   drawNumbers() {
@@ -147,6 +161,7 @@ export class ExpertsView {
   }
 
   draw() {
+    this.drawChoice();
     this.drawMap();
     this.drawCurve();
     this.drawMix();
@@ -288,7 +303,7 @@ export class ExpertsView {
     this.cell = cell;
     this.drawMap();
     if (!cell) {
-      this.told.textContent = "Rows are layers, columns are experts.";
+      this.tellNothing();
       return;
     }
     const layer = this.now.layers[cell.row];

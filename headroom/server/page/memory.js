@@ -27,12 +27,14 @@ const NAMES = {
   reserve: "Kept free",
   snapshots: "Snapshots of prefixes",
 };
-// Hues by what a line is for; lines without one share the last.
+// Colours: a hue for what lines are for, and a shade for each line.
 const KINDS = {
-  core_weights: "weights", embeddings: "weights-2", head: "weights-3", draft_weights: "weights-2",
-  hot_experts: "hot", cold_experts: "cold",
-  kv: "state", recurrent_state: "state-2", draft_kv: "state-2", snapshots: "state-3", feature_ring: "state-3",
-  staging: "work", workspace: "work", logits: "work-2", expert_staging: "work-2", expert_spare: "work-2", verify_scratch: "work",
+  core_weights: "weights", embeddings: "weights-2", head: "weights-3",
+  hot_experts: "hot", cold_experts: "cold", expert_staging: "move", expert_spare: "move-2",
+  kv: "state", recurrent_state: "state-2", snapshots: "state-3",
+  draft_weights: "draft", draft_kv: "draft-2", feature_ring: "draft-3",
+  workspace: "work", staging: "work-2", verify_scratch: "work-3", logits: "work-4",
+  runtime: "system", graphs: "system-2", reserve: "system-3",
 };
 
 /** Return bytes for people. */
@@ -45,6 +47,12 @@ export function size(bytes) {
     unit += 1;
   }
   return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
+}
+
+/** Return a planned speed for people, with no more digits than are known. */
+export function speed({ decode_tokens_per_s: rate, estimate }) {
+  const text = Number(rate.toPrecision(estimate ? 2 : 3)).toLocaleString("en-US");
+  return `${text} tok/s${estimate ? ", estimated" : ""}`;
 }
 
 /** Shows the plan of a model, and what is in use, while it is visible. */
@@ -92,7 +100,7 @@ function planParts(plan) {
   const facts = [
     ["Context", `${counted(settings.context)} tokens`],
     ["Conversations at once", counted(settings.parallel)],
-    ["Predicted speed", `${predicted.decode_tokens_per_s} tok/s`],
+    ["Predicted speed", speed(predicted)],
     ["KV cache", settings.k_type === settings.v_type ? settings.k_type : `${settings.k_type}, ${settings.v_type}`],
   ];
   if (inUse) {

@@ -1,8 +1,8 @@
 // One message of a conversation on the page: text, thought, tool calls, numbers and actions.
 
-import { alternatives } from "./conversation.js";
+import { alternatives, pathOf } from "./conversation.js";
 import { codeBlock } from "./code.js";
-import { copyButton, el, icon, iconButton } from "./dom.js";
+import { copyButton, el, icon, iconButton, sendsMessage } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
 
 const ENDINGS = {
@@ -87,15 +87,26 @@ export class MessageView {
       this.calls = el("div", { class: "calls" });
       this.notes = el("div", { class: "notes" });
       this.waiting = el("div", { class: "waiting" }, el("span"), el("span"), el("span"), el("em", { class: "waiting-text" }));
-      this.body.append(this.text, this.calls, this.waiting, this.notes);
+      this.leftOut = el("p", { class: "left-out", hidden: true });
+      this.body.append(this.leftOut, this.text, this.calls, this.waiting, this.notes);
       this.markdown = new MarkdownView(this.text);
     }
+    this.showLeftOut();
     if (node.thought) this.showThought();
     this.markdown.update(node.content);
     this.showCalls(last);
     this.waiting.hidden = !this.running || Boolean(node.content || node.thought || node.calls?.length);
     this.waiting.lastChild.textContent = node.waiting ?? "";
     this.showNotes(last);
+  }
+
+  /** Say how many turns the answer was given without, if there are more than for the last one. */
+  showLeftOut() {
+    const { conversation, node } = this;
+    const before = pathOf(conversation, node.parent).findLast(({ leftOut }) => leftOut !== undefined);
+    this.leftOut.hidden = !((node.leftOut ?? 0) > (before?.leftOut ?? 0));
+    const turns = node.leftOut === 1 ? "turn is" : `${counted(node.leftOut ?? 0)} turns are`;
+    if (!this.leftOut.hidden) this.leftOut.textContent = `The context is full: the oldest ${turns} left out from here on.`;
   }
 
   showThought() {
@@ -106,7 +117,7 @@ export class MessageView {
       this.thought = el("details", { class: "thought" }, summary, text);
       this.thoughtLabel = summary.lastChild;
       this.thoughtMarkdown = new MarkdownView(text);
-      this.body.prepend(this.thought);
+      this.leftOut.after(this.thought);
       this.thought.addEventListener("toggle", () => this.showThought());
     }
     const thinking = this.running && !node.content && !node.calls?.length;
@@ -230,7 +241,7 @@ export class MessageView {
       if (event.key === "Escape") {
         event.stopPropagation();
         close();
-      } else if (event.key === "Enter" && !event.shiftKey && question && !event.isComposing) {
+      } else if (question && sendsMessage(event)) {
         event.preventDefault();
         form.requestSubmit();
       }

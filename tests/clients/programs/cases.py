@@ -24,6 +24,9 @@ ASK_WEATHER = "What is the weather in Oslo for three days?"
 ASK_JSON = "Give the city as JSON."
 ASK_CALL = "Give the city as a call."
 CITY = {"name": "Oslo", "people": 717710}
+ASK_OWNER_JSON = "Give the owner as JSON."
+ASK_OWNER = "Give the owner as a call."
+OWNER = {"names": ["Ada", "Kim"], "pet": {"kind": "cat", "lives": 9}}
 
 
 def refused(kind: type[Exception], call: Callable[[], object]) -> Any:

@@ -1,10 +1,23 @@
 """instructor: typed answers by tools, by JSON mode and by schema."""
 
+from typing import Literal
+
 import anthropic
 import instructor
 import openai
-from cases import ADDRESS, ASK_CALL, ASK_JSON, CITY, KEY, MODEL, run
-from pydantic import BaseModel
+from cases import (
+    ADDRESS,
+    ASK_CALL,
+    ASK_JSON,
+    ASK_OWNER,
+    ASK_OWNER_JSON,
+    CITY,
+    KEY,
+    MODEL,
+    OWNER,
+    run,
+)
+from pydantic import BaseModel, Field
 
 
 class City(BaseModel):
@@ -14,15 +27,45 @@ class City(BaseModel):
     people: int
 
 
-def ask(mode, question):
+class Cat(BaseModel):
+    """A cat."""
+
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(BaseModel):
+    """A dog."""
+
+    kind: Literal["dog"] = "dog"
+    tricks: list[str]
+
+
+class PetOwner(BaseModel):
+    """Somebody who has a pet."""
+
+    pet: Cat | Dog = Field(discriminator="kind")
+
+
+class Owner(BaseModel):
+    """Somebody with names, each of them once, who has a pet."""
+
+    names: set[str]
+    pet: Cat | Dog = Field(discriminator="kind")
+
+
+def asked(mode, question, kind):
     client = openai.OpenAI(base_url=f"{ADDRESS}/v1", api_key=KEY, max_retries=0)
-    city = instructor.from_openai(client, mode=mode).chat.completions.create(
+    return instructor.from_openai(client, mode=mode).chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": question}],
-        response_model=City,
+        response_model=kind,
         max_retries=0,
     )
-    assert city.model_dump() == CITY
+
+
+def ask(mode, question):
+    assert asked(mode, question, City).model_dump() == CITY
 
 
 def case_tools():
@@ -39,6 +82,16 @@ def case_json():
 
 def case_json_schema():
     ask(instructor.Mode.JSON_SCHEMA, ASK_JSON)
+
+
+def case_tools_with_a_set_and_a_choice():
+    owner = asked(instructor.Mode.TOOLS, ASK_OWNER, Owner)
+    assert owner.model_dump() == Owner(**OWNER).model_dump()
+
+
+def case_json_schema_with_a_choice():
+    owner = asked(instructor.Mode.JSON_SCHEMA, ASK_OWNER_JSON, PetOwner)
+    assert owner.model_dump() == {"pet": OWNER["pet"]}
 
 
 def case_responses():

@@ -1,15 +1,19 @@
 """langchain-openai: chat, tools, structured output, the responses API, embeddings."""
 
+from typing import Literal
+
 from cases import (
     ADDRESS,
     ARGUMENTS,
     ASK_CALL,
     ASK_JSON,
+    ASK_OWNER,
     ASK_WEATHER,
     CITY,
     HELLO,
     KEY,
     MODEL,
+    OWNER,
     RESULT,
     SAID,
     run,
@@ -17,7 +21,7 @@ from cases import (
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 SERVER = {"model": MODEL, "base_url": f"{ADDRESS}/v1", "api_key": KEY, "max_retries": 0}
 model = ChatOpenAI(**SERVER)
@@ -28,6 +32,27 @@ class City(BaseModel):
 
     name: str
     people: int
+
+
+class Cat(BaseModel):
+    """A cat."""
+
+    kind: Literal["cat"] = "cat"
+    lives: int
+
+
+class Dog(BaseModel):
+    """A dog."""
+
+    kind: Literal["dog"] = "dog"
+    tricks: list[str]
+
+
+class Owner(BaseModel):
+    """Somebody with names, each of them once, who has a pet."""
+
+    names: set[str]
+    pet: Cat | Dog = Field(discriminator="kind")
 
 
 @tool
@@ -74,6 +99,11 @@ def case_structured_output():
     assert by_call.invoke(ASK_CALL) == City(**CITY)
     by_mode = model.with_structured_output(City, method="json_mode")
     assert by_mode.invoke(ASK_JSON) == City(**CITY)
+
+
+def case_structured_output_with_a_set_and_a_choice():
+    by_call = model.with_structured_output(Owner, method="function_calling")
+    assert by_call.invoke(ASK_OWNER) == Owner(**OWNER)
 
 
 def case_responses():

@@ -1,5 +1,8 @@
 """The picture of plans side by side: common scales, every byte, every label."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
@@ -53,7 +56,7 @@ def test_each_plan_has_its_label_its_speed_and_what_is_free_or_missing() -> None
     plans = {"1GiB": plan_on(1), "12GiB": plan_on(12), "24GiB": plan_on(24)}
     assert [plan.fits for plan in plans.values()] == [False, True, True]
     texts = check_comparison(plans)
-    assert texts[:2] == ["2 of 3 fit", "laguna-xs.2:q4_k_m"]
+    assert texts[0] == "laguna-xs.2:q4_k_m"
     assert "does not fit" in texts
     assert f"{gib(-plans['1GiB'].devices[0].free_bytes)} missing" in texts
     for label in ("12GiB", "24GiB"):
@@ -64,6 +67,28 @@ def test_each_plan_has_its_label_its_speed_and_what_is_free_or_missing() -> None
         x.name for p in plans.values() for x in (*p.devices[0].lines, *p.host.lines) if x.bytes
     }
     assert {LOOKS[name].title for name in names} <= set(texts)
+
+
+def test_a_speed_is_marked_as_estimated_where_it_is() -> None:
+    plan = plan_on(12)
+    assert plan.predicted.estimate
+    assert check_comparison({"a": plan, "b": plan_on(1)}).count("estimated") == 1
+    measured = replace(plan, predicted=replace(plan.predicted, estimate=False))
+    assert "estimated" not in check_comparison({"a": measured})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told", "role"),
+    [
+        ((12, 24), "2 of 2 fit", "good"),
+        ((1, 12), "1 of 2 fit", "ink"),
+        ((1,), "0 of 1 fit", "alarm"),
+    ],
+)
+def test_only_plans_that_all_fit_are_good(sizes: tuple[int, ...], told: str, role: str) -> None:
+    root = read_picture(comparison_svg({f"{size}GiB": plan_on(size) for size in sizes}))
+    (badge,) = [x for x in root.iter(f"{SVG}text") if x.text == told]
+    assert badge.get("class") == role
 
 
 def test_the_legend_has_a_square_for_each_title_and_speeds_are_bold() -> None:
