@@ -105,7 +105,7 @@ def test_rows_arrive_in_order_while_the_next_ones_are_computed(tmp_path: Path, k
 
 def test_the_buffers_have_the_bytes_that_are_planned(tmp_path: Path) -> None:
     path = variant("gemma4-e4b").save_gguf(tmp_path / "m.gguf")
-    options = replace(OPTIONS, split="1,1,1")  # workers that are free to choose cut elsewhere
+    options = replace(OPTIONS, split="2,2,8")  # workers that are free to choose cut elsewhere
     plan, met = meet(path, options, 3)
     model = describe(open_checkpoint(path))
     alone = [replace(device, worker=False) for device in cpus(3)]
