@@ -25,26 +25,25 @@ class RangeValue:
 
     hot: int  # routed experts that the device keeps instead of the host
     time: int  # picoseconds to read what one token needs; an integer, so that sums are exact
-    fill: int  # millionths of the device's memory that are taken
-    # The time, with that of the head, if all devices work at once on different sequences; else 0.
-    turn: int = 0
+    # What is to be balanced: if all devices work at once on different sequences, the time with that
+    # of the head; else the millionths of the device's memory that are taken.
+    load: int
 
 
 # The value of a device's index, first and last layer; None: the lines do not fit.
 ValueRange = Callable[[int, int, int], RangeValue | None]
-_Choice = tuple[tuple[int, int, int, int], tuple[LayerRange, ...]]  # cost to minimise; ranges
+_Choice = tuple[tuple[int, int, int], tuple[LayerRange, ...]]  # cost to minimise; ranges
 FixedBytes = Callable[[int, LayerRange], int]  # of device and span: all lines but hot experts
 
 
 def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[LayerRange, ...] | None:
-    """Return the ranges with the most hot experts, then the least time, then the least filled.
+    """Return the ranges with the most hot experts, then the least time, then the best balance.
 
-    If all devices work at once, the time of the slowest one counts before how they are filled. None
-    where no way to cut the layers fits. Dynamic programming compares all of them: for each device
-    and each number of layers given to the devices so far, only the best way is kept. A range that
-    does not fit never fits with more layers.
+    None where no way to cut the layers fits. Dynamic programming compares all of them: for each
+    device and each number of layers given to the devices so far, only the best way is kept. A
+    range that does not fit never fits with more layers.
     """
-    best: dict[int, _Choice] = {0: ((0, 0, 0, 0), ())}
+    best: dict[int, _Choice] = {0: ((0, 0, 0), ())}
     for device in range(devices):
         grown: dict[int, _Choice] = {}
         left = devices - device - 1  # devices that need a layer after this one
@@ -53,12 +52,7 @@ def share_layers(layers: int, devices: int, value_of: ValueRange) -> tuple[Layer
                 value = value_of(device, start, end - 1)
                 if value is None:
                     break
-                grown_key = (
-                    key[0] - value.hot,
-                    key[1] + value.time,
-                    max(key[2], value.turn),
-                    max(key[3], value.fill),
-                )
+                grown_key = (key[0] - value.hot, key[1] + value.time, max(key[2], value.load))
                 choice = (grown_key, (*ranges, LayerRange(start, end - 1)))
                 if end not in grown or choice < grown[end]:
                     grown[end] = choice
@@ -105,14 +99,12 @@ class RangeValuer:
         if taken > spec.total_bytes:
             return None
         time = self._times[device][last + 1] - self._times[device][first]
-        ends = last == len(model.layers) - 1
-        works_at_once = self.stages[device].settings.worker
-        return RangeValue(
-            hot=hot,
-            time=time,
-            fill=taken * 1_000_000 // max(1, spec.total_bytes),
-            turn=time + self._heads[device] * ends if works_at_once else 0,
-        )
+        if self.stages[device].settings.worker:
+            ends = last == len(model.layers) - 1
+            load = time + self._heads[device] * ends
+        else:
+            load = taken * 1_000_000 // max(1, spec.total_bytes)
+        return RangeValue(hot, time, load)
 
     def _cap(self, experts: int, model: ModelShape) -> int:
         budget = self.request.expert_bytes

@@ -432,6 +432,8 @@ class Workers:
                     self._hear_error(worker, header)
                     return
                 with self._changed:
+                    if worker not in self._workers:  # it is being ended, and others take over
+                        return
                     if kind == "result":
                         worker.times.add_told(header)
                         if worker is self._workers[-1]:

@@ -106,24 +106,18 @@ def all_ways(layers: int, devices: int) -> list[tuple[LayerRange, ...]]:
     st.lists(st.integers(1, 9), min_size=3, max_size=7),
     st.lists(st.integers(5, 40), min_size=2, max_size=3),
     st.lists(st.integers(1, 3), min_size=3, max_size=3),
-    st.integers(0, 9) | st.none(),
 )
 def test_no_way_to_share_layers_is_better_than_the_one_found(
-    costs: list[int], rooms: list[int], slow: list[int], head: int | None
+    costs: list[int], rooms: list[int], slow: list[int]
 ) -> None:
-    """`head`: the time of the head, if all devices work at once."""
-
     def value_of(device: int, first: int, last: int) -> RangeValue | None:
         taken = sum(costs[first : last + 1])
         if taken > rooms[device]:
             return None
         hot = min(rooms[device] - taken, 2 * (last + 1 - first))
-        time, turn = taken * slow[device], 0
-        if head is not None:
-            turn = time + head * (last == len(costs) - 1)
-        return RangeValue(hot, time, taken * 1000 // rooms[device], turn)
+        return RangeValue(hot, taken * slow[device], taken * 1000 // rooms[device])
 
-    def rank(ranges: tuple[LayerRange, ...]) -> tuple[int, int, int, int] | None:
+    def rank(ranges: tuple[LayerRange, ...]) -> tuple[int, int, int] | None:
         values = [value_of(device, *layer_range) for device, layer_range in enumerate(ranges)]
         if any(value is None for value in values):
             return None
@@ -131,8 +125,7 @@ def test_no_way_to_share_layers_is_better_than_the_one_found(
         return (
             -sum(value.hot for value in found),
             sum(value.time for value in found),
-            max(value.turn for value in found),
-            max(value.fill for value in found),
+            max(value.load for value in found),
         )
 
     ranks = [x for way in all_ways(len(costs), len(rooms)) if (x := rank(way)) is not None]

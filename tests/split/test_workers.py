@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
@@ -31,6 +32,7 @@ from headroom.split.workers import (
     WorkerChain,
     WorkerLostError,
     Workers,
+    _Worker,
     open_worker_pipeline,
     parse_workers,
 )
@@ -291,4 +293,19 @@ def test_a_connection_that_proves_nothing_is_closed() -> None:
         there.close()
         with pytest.raises(WireError):
             workers._welcome(Connection(here, 1.0))
+    workers.close()
+
+
+def test_what_a_worker_says_while_it_is_ended_is_dropped() -> None:
+    workers = Workers(Options(workers="1"))
+    there = Connection(socket.create_connection(workers._listener.getsockname()[:2]), 5.0)
+    here = Connection(workers._listener.accept()[0], 5.0)
+    ended = _Worker(0, "localhost", connection=here)
+    workers.expect("rows", 1)
+    there.send({"type": "rows", "ask": 1}, [torch.ones(1)])
+    there.send({"type": "result", "step": 1})
+    workers._read(ended, lambda worker, header: None)
+    assert workers._answers == {}
+    for connection in (there, here):
+        connection.close()
     workers.close()

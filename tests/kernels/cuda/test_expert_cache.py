@@ -17,6 +17,7 @@ from headroom.kernels.cuda.expert_rules import STEP_MOST
 from headroom.kernels.cuda.handover import COUNTS, WORDS
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.ops import Picks, RouterRule
+from tests.gpu import check_expert_cache
 from tests.gpu.cache_layers import HIDDEN, layer_of, random_ids
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
 from tests.stand_in.kernels import use_kernels
@@ -134,3 +135,15 @@ def test_shadows_count_what_each_policy_would_do() -> None:
         said = [getattr(model.counts, name) for name in COUNTERS]
         assert tables.counts[0, number].tolist() == said
     assert not tables.counts[1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_hundred_thousand_rounds_lose_no_expert(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All policies together: after each round table, slots and bytes are those of the model."""
+    monkeypatch.setattr(check_expert_cache, "DEVICE", "cpu")
+    for seed in range(250):
+        assert check_expert_cache.check_rounds(policy, (1, 1, 2, 5, 8)[seed % 5], 100, seed), seed
