@@ -148,7 +148,8 @@ def link_tables(
             )
         used = max(layer.used for layer in layers)
         size = max(layer.expert_bytes for layer in layers)
-        return [None, link_shares(speeds, size, used, used * sequences)]
+        # As the engine does, the table takes into account that an expert that crosses may stay.
+        return [None, link_shares(speeds, size, used, used * sequences, fills=True)]
     table = _numbers("link", text, least=0)
     if any(share > misses for misses, share in enumerate(table)):
         raise OptionError(

@@ -70,6 +70,9 @@ class CacheCounts:
     filled: int = 0
     bypassed: int = 0
     left_to_cpu: int = 0  # distinct missing experts
+    # How often the link carried an expert: once for a fill, and for a bypassed expert once for each
+    # row that picked it.
+    reads: int = 0
 
 
 @dataclass(slots=True)
@@ -194,6 +197,8 @@ class CacheModel:
         self.counts.filled += len(resolution.filled)
         self.counts.bypassed += len(resolution.bypassed)
         self.counts.left_to_cpu += len(resolution.left_to_cpu)
+        bypassed = set(resolution.bypassed)
+        self.counts.reads += len(resolution.filled) + sum(expert in bypassed for expert in flat)
 
 
 def distinct_picks(picks: Sequence[Sequence[int]]) -> list[int]:

@@ -83,7 +83,7 @@ class Replay:
         """
         pairs = list(zip(self.counts, expert_bytes, strict=True))
         return {
-            "link": _share(sum(one.linked * size for one, size in pairs), self.tokens),
+            "link": _share(sum(one.reads * size for one, size in pairs), self.tokens),
             "cpu": _share(sum(one.left_to_cpu * size for one, size in pairs), self.tokens),
         }
 
@@ -204,14 +204,16 @@ class LayerCaches:
         self._own = np.arange(count)[:, None]
         self._ids = np.arange(experts)
         self._steps = 0
-        # Of each layer since the start: picks, hits, linked, filled, left to the CPU.
-        self._totals = np.zeros((5, count), np.int64)
+        # Of each layer since the start: picks, hits, linked, filled, left to the CPU, reads.
+        self._totals = np.zeros((6, count), np.int64)
 
     def counts(self) -> tuple[CacheCounts, ...]:
         """Return what each layer's cache did since the start."""
         return tuple(
-            CacheCounts(self._steps, picks, hits, linked, filled, linked - filled, left_to_cpu)
-            for picks, hits, linked, filled, left_to_cpu in self._totals.T.tolist()
+            CacheCounts(
+                *(self._steps, picks, hits, linked, filled, linked - filled, left_to_cpu, reads)
+            )
+            for picks, hits, linked, filled, left_to_cpu, reads in self._totals.T.tolist()
         )
 
     def residents(self) -> list[list[int]]:
@@ -238,7 +240,16 @@ class LayerCaches:
         if self._policy != "static" and linked.any():
             filled = self._fill(ids, miss, linked)
         valid = (ids >= 0).sum(1)
-        self._totals += np.stack([valid, hit.sum(1), linked, filled, missing - linked])
+        reads = filled + self._picks_in_place(ids, miss, hit, linked).sum(1)
+        self._totals += np.stack([valid, hit.sum(1), linked, filled, missing - linked, reads])
+
+    def _picks_in_place(self, ids: Numbers, miss: Flags, hit: Flags, linked: Numbers) -> Flags:
+        """Return which picks read an expert over the link that got no slot."""
+        crosses = np.zeros_like(self._resident)
+        rows, columns = np.nonzero(miss & (miss.cumsum(1) <= linked[:, None]))
+        crosses[rows, ids[rows, columns]] = True
+        crosses &= ~self._resident
+        return crosses[self._own, ids] & (ids >= 0) & ~hit
 
     def _fill(self, ids: Numbers, miss: Flags, linked: Numbers) -> Numbers:
         """Give the first `linked` missing experts of each layer the slots of victims.

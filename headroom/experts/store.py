@@ -22,6 +22,7 @@ from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.buffers import ALIGNMENT, aligned
 from headroom.kernels.cuda.expert_cache import Filling, LayerTable
+from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.kernels.cuda.experts import EXPERT_MATRICES, Kinds
 from headroom.kernels.cuda.sizes import tile_bytes
 from headroom.kernels.native.module import MISSING
@@ -657,6 +658,14 @@ def open_store(
     memory = HostMemory(_needed(layouts, cold) + largest, pin=request.pin)
     _check_memory(layouts, request, memory)
     choices = decode_choices(layouts, request, pinned=memory.pinned)
+    stored = [x if some else None for x, some in zip(layouts, mixed, strict=True)]
+    policies = [
+        None
+        if layout is None or choice is None
+        else request.cache_policy(layout, count, choice, pinned=memory.pinned)
+        for layout, count, choice in zip(stored, slots, choices, strict=True)
+    ]
+    _check_policies(stored, policies, request, memory)
     slab = torch.empty(_needed(layouts, slots), dtype=torch.uint8, device=device)
     staging = torch.empty(request.staging_bytes, dtype=torch.uint8, device=device)
     on_host = memory.bytes[len(memory) - largest :]
@@ -664,7 +673,6 @@ def open_store(
     copies = open_copies(torch.device(device))
     spare = SpareBuffers(staging[:largest], on_host, staging[aligned(largest) :], table, copies)
     slot_rows, cold_rows = _cut(slab, layouts, slots), _cut(memory.bytes, layouts, cold)
-    stored = [x if some else None for x, some in zip(layouts, mixed, strict=True)]
     rooms = [0 if x is None else aligned(table_bytes(x.experts)) for x in stored]
     tables = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
     words = torch.zeros(expert_cache.FILL_WORDS, dtype=torch.int32, device=device)
@@ -675,9 +683,8 @@ def open_store(
         if layout is None or choice is None:
             layers.append(None)
             continue
-        policy = request.cache_policy(layout, slots[index], choice, pinned=memory.pinned)
         cache = None
-        if policy is not None:
+        if (policy := policies[index]) is not None:
             cache = LayerCache(policy, words, counts[index], seen[index])
         at = sum(rooms[:index])
         layers.append(
@@ -798,6 +805,45 @@ def _check_memory(
             "%s. The GPU reads all of them over its link, which is slower. Install a C++ compiler "
             "and run pip install again for headroom; --cold gpu turns this warning off",
             MISSING or "not in use",
+        )
+
+
+def _check_policies(
+    stored: Sequence[BlobLayout | None],
+    policies: Sequence[Policy | None],
+    request: StoreRequest,
+    memory: HostMemory,
+) -> None:
+    """Refuse a named policy that no layer can have; warn if only some layers have it.
+
+    The plan has refused what it knows. The driver may refuse to pin, and layers differ.
+    """
+    if request.policy in ("auto", "static"):
+        return
+    layers = len(stored) - list(stored).count(None)
+    without = layers - sum(policy is not None for policy in policies)
+    if memory.refused:
+        raise DeviceError(
+            f"--expert-policy {request.policy} cannot be had: the GPU's driver does not pin "
+            f"{gib(len(memory))} of host memory for experts: {memory.refused}{pin_limits()}.",
+            hint="Free host memory, raise the limit of the control group, or choose "
+            "--expert-policy auto, which takes what there is.",
+        )
+    if without == layers and layers:
+        raise DeviceError(
+            f"--expert-policy {request.policy} cannot be had: in all {layers} layers with cold "
+            f"experts, the GPU reads none of them or has slots for fewer than {LEAST_TOKENS} "
+            "tokens.",
+            hint="Choose --expert-policy auto, which takes what there is, or --cold gpu.",
+        )
+    if without:
+        log.warning(
+            "experts: --expert-policy %s has no effect in %d of %d layers with cold experts, "
+            "where the GPU reads none of them or has slots for fewer than %d tokens",
+            request.policy,
+            without,
+            layers,
+            LEAST_TOKENS,
         )
 
 

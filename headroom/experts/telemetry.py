@@ -27,15 +27,17 @@ class CacheTotals:
     used: tuple[bool, ...]  # whether the layer has a cache that was asked
     hits: tuple[int, ...]  # picks
     causes: tuple[Mapping[str, int], ...]  # of the hits, by HIT_CAUSES
-    linked: tuple[int, ...]  # experts that crossed the link, filled or not
+    linked: tuple[int, ...]  # experts that crossed the link, filled or not, each once a step
     filled: tuple[int, ...]
+    reads: tuple[int, ...]  # the same, but without a slot once for each row that picked it
 
 
 def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
     """Return the totals that counters int64 `[layers, fields]` in host memory stand for.
 
-    Needed are the fields steps, hits, linked and filled. Of the causes of hits, `pinned_hits` and
-    `prefetched_hits` may be among the fields; all other hits are of experts that were cached.
+    Needed are the fields steps, hits, linked, filled and reads. Of the causes of hits,
+    `pinned_hits` and `prefetched_hits` may be among the fields; all other hits are of experts that
+    were cached.
     """
     columns = dict(zip(fields, counts.t().tolist(), strict=True))
     none = [0] * len(counts)
@@ -49,6 +51,7 @@ def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
         ),
         linked=tuple(columns["linked"]),
         filled=tuple(columns["filled"]),
+        reads=tuple(columns["reads"]),
     )
 
 
@@ -109,7 +112,8 @@ class DecodeCounts:
     """Totals of decode steps in layers that ask the CPU."""
 
     cpu_bytes: int  # read by the CPU
-    gpu_bytes: int  # read by the GPU over the link; an expert that two rows chose counts twice
+    # Read by the GPU over the link: of an expert that fills a slot once, else once for each row.
+    gpu_bytes: int
     hot_s: float  # from a request to the time when the GPU had nothing else to do
     wait_s: float  # of the GPU, from then to the answer
     cold_s: float  # of the CPU, from requests to answers
@@ -273,9 +277,11 @@ class HitCounter:
             linked += sum(misses for misses, _ in in_place)
             read["gpu"] = read.get("gpu", 0) + sum(misses * size for misses, size in in_place)
         if cache is not None:
-            alone = [(n, size) for n, size in zip(cache.linked, meter.cache_bytes, strict=True)]
-            linked += sum(n for n, size in alone if size)
-            read["gpu"] = read.get("gpu", 0) + sum(n * size for n, size in alone)
+            linked += sum(
+                n for n, size in zip(cache.linked, meter.cache_bytes, strict=True) if size
+            )
+            alone = zip(cache.reads, meter.cache_bytes, strict=True)
+            read["gpu"] = read.get("gpu", 0) + sum(reads * size for reads, size in alone)
             filled = sum(cache.filled)
         hits, causes = self._hits_with(cache)
         misses = dict(zip(MISS_PATHS, (filled, linked - filled, found.by_cpu), strict=True))

@@ -29,7 +29,8 @@ COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", "expert_policy", *EXCHANGE_O
 def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:
     """Log the options on splits, experts or GPUs that have no effect on the planned devices.
 
-    Without a GPU that is a warning, because the user expected one.
+    Without a GPU that is a warning, because the user expected one. Where slots change hands within
+    steps, which is the default, it is a warning, too.
     """
     devices = plan.devices
     if len(devices) == 1:
@@ -54,6 +55,9 @@ def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:
     elif not holds_cold(options.cold, options.keep_host_copy):
         names = ("no_pin", "expert_policy", *EXCHANGE_OPTIONS)
         why = "cold experts are left out and held nowhere"
+    elif any(device.settings.expert_policy != "static" for device in devices):
+        names, level = EXCHANGE_OPTIONS, logging.WARNING
+        why = "decode steps fill the slots of experts themselves, and nothing is exchanged"
     else:
         return
     if flags := _given(options, names):

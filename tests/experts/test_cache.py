@@ -225,7 +225,8 @@ def test_spare_keeps_an_expert_with_hits_where_lru_does_not(policy: Policy, give
 
 
 @pytest.mark.parametrize("hits", [1, SPARE_MOST, SPARE_MOST + 5])
-def test_a_hit_spares_an_expert_for_four_steps_and_at_most_sixteen_hits_count(hits: int) -> None:
+def test_a_hit_spares_an_expert_for_one_step_and_at_most_sixteen_hits_count(hits: int) -> None:
+    assert (SPARE_STEPS, SPARE_MOST) == (1, 16)
     cache = CacheModel.start("spare", 100, [0, 1])
     for _ in range(hits):
         cache.resolve([[0]])
@@ -265,7 +266,7 @@ def test_scores_lose_a_64th_in_every_step() -> None:
 @given(cases())
 def test_counters_add_up_what_steps_did(case: Case) -> None:
     cache = case.start()
-    picks = hits = filled = bypassed = left = 0
+    picks = hits = filled = bypassed = left = reads = 0
     for step in case.steps:
         before = slots_by_expert(cache)
         done = cache.resolve(step, case.link)
@@ -274,10 +275,11 @@ def test_counters_add_up_what_steps_did(case: Case) -> None:
         hits += len([expert for expert in flat if before[expert] >= 0])
         filled, bypassed = filled + len(done.filled), bypassed + len(done.bypassed)
         left += len(done.left_to_cpu)
+        reads += len(done.filled) + len([expert for expert in flat if expert in done.bypassed])
     counts = cache.counts
     assert (counts.steps, counts.picks, counts.hits) == (len(case.steps), picks, hits)
     assert (counts.filled, counts.bypassed, counts.left_to_cpu) == (filled, bypassed, left)
-    assert counts.linked == filled + bypassed
+    assert (counts.linked, counts.reads) == (filled + bypassed, reads)
 
 
 def test_too_few_slots_for_the_experts_of_a_few_tokens_leave_only_static() -> None:

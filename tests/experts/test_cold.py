@@ -9,7 +9,7 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts import cache, prefill
-from headroom.experts.cache import CacheModel
+from headroom.experts.cache import CacheModel, distinct_picks
 from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer, prompt_ends
 from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
@@ -25,7 +25,7 @@ from headroom.kernels.cuda.experts import Addends
 from headroom.kernels.cuda.matmul import half_rows
 from headroom.kernels.native.module import MODULE
 from headroom.kernels.ops import Picks
-from headroom.layers import upload
+from headroom.layers import host_memory, upload
 from headroom.layers.batch import Batch, Span
 from headroom.layers.upload import Upload
 from headroom.layers.weights import WeightSource
@@ -280,6 +280,27 @@ def test_slots_change_hands_only_where_that_can_help(
         layer.worker.close()
 
 
+def test_a_policy_that_was_named_is_refused_where_the_driver_pins_nothing(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(host_memory, "lock_pages", lambda *given: "out of memory")
+    with pytest.raises(DeviceError, match="--expert-policy lru cannot be had: the GPU's driver"):
+        Layer(file, (1, 2, 4), keep_copy=True, policy="lru")
+    layer = Layer(file, (1, 2, 4), keep_copy=True, policy="auto")
+    assert not layer.store.is_cached
+    assert layer.worker is not None
+    layer.worker.close()
+
+
+def test_a_policy_that_was_named_is_refused_where_no_layer_has_slots_for_it(
+    file: WeightFile,
+) -> None:
+    told = "--expert-policy lru cannot be had: in all 1 layers .* slots for fewer than 4 tokens"
+    with pytest.raises(DeviceError, match=told):
+        Layer(file, (1, 2, 4), "gpu", keep_copy=True, policy="lru")
+
+
 def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> None:
     layer = Layer(file, ())
     assert (layer.store.path, layer.store.choice.in_place) == ("cpu", (0, 0, 0, 1))
@@ -293,7 +314,9 @@ def test_a_shared_layer_asks_both_sides_and_says_how_much(file: WeightFile) -> N
     assert layer.paths.resolver.table.link is not None
     over_link = int(layer.paths.resolver.table.link[misses])
     assert 0 < over_link < misses
-    assert figures.read_bytes["gpu"] == over_link * size
+    crossing = distinct_picks(picks.ids.tolist())[:over_link]
+    reads = sum(int((picks.ids == expert).sum()) for expert in crossing)  # each row by itself
+    assert figures.read_bytes["gpu"] == reads * size
     assert figures.read_bytes["cpu"] == (misses - over_link) * size
     assert figures.read_bytes["stream"] == 0
     layer.run(*inputs(60))  # so many picks of each expert that all are copied

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headroom.errors import DeviceError
-from headroom.experts.cache import RULES
+from headroom.experts.cache import RULES, distinct_picks
 from headroom.experts.copies import HostCopies
 from headroom.experts.decode import DecodeResolver, DecodeWorker
 from headroom.experts.shares import LinkTables
@@ -104,10 +104,13 @@ def test_any_split_of_hot_and_cold_experts_computes_what_all_hot_computes(
     found = run_layer(part, store, x, picks)
     assert apart(found, all_hot(store, x, picks), x) < 1e-5
     counts = made[0].counts()
-    cold = set(picks.ids.flatten().tolist()) - {-1, *range(hot)}  # an expert of two rows once
-    over_link = link[min(len(cold), len(link) - 1)]
-    assert counts.gpu_bytes == over_link * store.expert_bytes
-    assert counts.cpu_bytes == (len(cold) - over_link) * store.expert_bytes
+    cold = [expert for expert in distinct_picks(picks.ids.tolist()) if expert >= hot]
+    over_link = cold[: link[min(len(cold), len(link) - 1)]]
+    # The CPU reads an expert of two rows once; the GPU reads one that has no slot for each row.
+    reads = sum(int((picks.ids == expert).sum()) for expert in over_link)
+    assert counts.gpu_bytes == reads * store.expert_bytes
+    assert counts.cpu_bytes == (len(cold) - len(over_link)) * store.expert_bytes
+    assert (counts.linked, counts.by_cpu) == (len(over_link), len(cold) - len(over_link))
     made[0].check()
 
 

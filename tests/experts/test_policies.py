@@ -48,6 +48,17 @@ def cached_store() -> ExpertStore:
     return small_store(layouts, hot, "cuda:0", cold="gpu", pin=True, keep_copy=True, policy="auto")
 
 
+def test_a_named_policy_that_only_some_layers_can_have_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layouts = [blob_layout(EXPERTS)] * 3
+    store = small_store(
+        *(layouts, [(1,), (), (0, 2)], "cuda:0"), cold="gpu", pin=True, keep_copy=True, policy="lru"
+    )
+    assert [layer is not None and layer.is_cached for layer in store.layers] == [True, False, True]
+    assert "--expert-policy lru has no effect in 1 of 3 layers with cold experts" in caplog.text
+
+
 def run(keeper: PolicyKeeper, store: ExpertStore, picks: list[int]) -> None:
     """Let steps of one row pick these experts in both layers."""
     for expert in picks:

@@ -138,6 +138,22 @@ def test_options_that_have_an_effect_are_not_named(caplog: pytest.LogCaptureFixt
     assert "without effect" not in caplog.text
 
 
+def test_exchanges_have_no_effect_where_slots_change_hands(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = (
+        "experts: without effect here, since decode steps fill the slots of experts themselves, "
+        "and nothing is exchanged: --swap-every, --swap-bytes"
+    )
+    given = {"swap_every": "64", "swap_bytes": "1GiB"}
+    with caplog.at_level(logging.INFO):
+        find_placement(MODEL, *planned(expert_policy="static", **given), "abc")
+        assert "without effect" not in caplog.text
+        find_placement(MODEL, *planned(**given), "abc")
+    row = next(record for record in caplog.records if "without effect" in record.message)
+    assert (row.levelno, row.message) == (logging.WARNING, told)
+
+
 @pytest.mark.parametrize(("copy", "named"), [(False, True), (True, False)])
 def test_experts_that_are_held_nowhere_have_no_exchanges_to_choose(
     copy: bool, named: bool, caplog: pytest.LogCaptureFixture

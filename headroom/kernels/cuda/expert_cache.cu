@@ -28,10 +28,10 @@
 // The words of a layer's `state`: the policy, the number of steps, then three words of each expert.
 enum StateWord { POLICY = 0, STEP = 1, EXPERT_WORDS = 4 };
 enum Policy { STATIC = 0, LRU = 1, SPARE = 2, COUNTS = 3 };
-enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, COUNTERS };
+enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, READS, COUNTERS };
 // Of handover.cu: words in GPU memory, and counters of a layer.
 enum Own { REQUESTS = 0, FIRST = 3, SINCE = 4, ASKED = 8 };
-enum HandoverCount { GPU_PICKS = 2 };
+enum HandoverCount { GPU_PICKS = 2, GPU_READS = 5 };
 
 // One layer's cache.
 struct Cache {
@@ -209,8 +209,18 @@ __device__ __forceinline__ void take_slots(const Cache& cache, const Division& f
     then(room.fate[expert] - 1, expert, slot, victim);
 }
 
-// Counts a step in a layer's COUNTERS; one thread calls it.
-__device__ __forceinline__ void count_step(u64* counts, const Division& found, const Room& room) {
+// Returns how often the link carries the expert of a pick of this warp: for each row that reads it in place, and
+// in thread 0 also once for each fill. The sum over all warps is the step's. All threads call it.
+__device__ __forceinline__ int link_reads(int expert, const Room& room) {
+    const bool in_place = expert >= 0 && room.place[expert] == 0 && room.fate[expert] == 0;
+    const u32 votes = __ballot_sync(ALL, in_place);
+    return (threadIdx.x % 32 == 0 ? __popc(votes) : 0) + (threadIdx.x == 0 ? room.filled : 0);
+}
+
+// Counts a step in a layer's COUNTERS; all threads call it with what link_reads has returned.
+__device__ __forceinline__ void count_step(u64* counts, const Division& found, const Room& room, int reads) {
+    if (reads) atomicAdd(counts + READS, static_cast<u64>(reads));
+    if (threadIdx.x) return;
     counts[STEPS] += 1;
     counts[PICKS] += room.picks;
     counts[HITS] += room.hits;
@@ -304,11 +314,12 @@ __device__ __forceinline__ void run(int expert, int* ids, int rows, int used, co
         ids[pick] = fate < 0 ? -1 : expert;
         if (fills) fills[FILL_OF_PICK + pick] = max(fate, 0);
     }
-    if (threadIdx.x == 0) {
-        if (fills) fills[FILL_COUNT] = room.filled;
-        count_step(cache_counts, found, room);
-    }
-    if (to.mail) publish(to, expert, rows, used, room, found, taken);
+    const int reads = link_reads(expert, room);
+    if (threadIdx.x == 0 && fills) fills[FILL_COUNT] = room.filled;
+    count_step(cache_counts, found, room, reads);
+    if (!to.mail) return;
+    if (reads) atomicAdd(to.counts + GPU_READS, static_cast<u64>(reads));
+    publish(to, expert, rows, used, room, found, taken);
 }
 
 // ids, weights [rows, used]: the router's picks; ids of the CPU's picks become -1. seen [rows, used]: receives
@@ -385,7 +396,7 @@ shadow(const int* seen, int stride, const int* shape, int* places, int place_wor
     if (row < rows && lane < used) expert = seen[static_cast<size_t>(blockIdx.x) * stride + row * used + lane];
     const Division found = divide(cache, held, expert, rows, nullptr, 0, room);
     take_slots(cache, found, room, [](int, int, int, int) {});
-    if (threadIdx.x == 0) count_step(counts + static_cast<size_t>(at) * COUNTERS, found, room);
+    count_step(counts + static_cast<size_t>(at) * COUNTERS, found, room, link_reads(expert, room));
 }
 
 // Copies the fills that `resolve` has listed.

@@ -24,8 +24,9 @@ FILL_BLOCKS = 96  # that copy fills of a layer: enough 16-byte loads in flight t
 STATE_WORDS = 4  # of a layer's cache before the words of its experts
 EXPERT_WORDS = 3  # of each expert in a layer's cache
 PINNED = -1  # the uses of an expert that never gives up its slot
-# Counters of a layer since the start; the picks of padding rows are not counted.
-COUNTERS = ("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu")
+# Counters of a layer since the start, as in experts.cache.CacheCounts; the picks of padding rows
+# are not counted.
+COUNTERS = ("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu", "reads")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
