@@ -13,8 +13,6 @@ from headroom.options import Options
 
 log = logging.getLogger(__name__)
 
-AGAIN = "HEADROOM_WORKER_AGAIN"
-
 
 @with_settings("engine", "workers", "program")
 def worker(
@@ -47,13 +45,21 @@ def worker(
             hint="Set HEADROOM_WORKER_TOKEN to the text that the engine has, too.",
             param="worker_token",
         )
-    from headroom.split.worker import EngineGoneError, Worker  # imports torch: takes seconds
+    # Late, because torch takes seconds to import.
+    from headroom.split.neighbours import NeighbourLostError
+    from headroom.split.worker import EngineGoneError, Worker
+    from headroom.split.worker_messages import LOST
 
     process = Worker(options, options.worker_token, slot, model)
     try:
         process.run((host, int(port)), wait, options.worker_timeout)
     except EngineGoneError:
         raise
+    except NeighbourLostError as error:
+        log.error("worker: %s", error)
+        if slot is not None:
+            raise typer.Exit(LOST) from error
+        join_again()
     except Exception:
         if slot is not None:
             raise

@@ -50,6 +50,10 @@ class WireError(DeviceError):
     """A connection has ended, is silent for too long, or carries what no peer of ours sends."""
 
 
+class SilenceError(WireError):
+    """The other end has said nothing for too long; the connection itself has not ended."""
+
+
 class Connection:
     """One end of a connection; any thread may send, one thread receives."""
 
@@ -157,7 +161,8 @@ class Connection:
                     raise WireError("The connection has ended.")
                 done += count
         except TimeoutError as error:
-            raise WireError(f"It has said nothing for {self.timeout_s:g} seconds.") from error
+            told = f"It has said nothing for {self.timeout_s:g} seconds."
+            raise SilenceError(told) from error
         except OSError as error:
             raise WireError(f"The connection has ended: {error}.") from error
 

@@ -34,11 +34,17 @@ from headroom.split.neighbours import NeighbourLostError, Neighbours
 from headroom.split.plan_digest import plan_digest
 from headroom.split.stage import StepResult
 from headroom.split.wire import Connection, Header, Heartbeat, Message, WireError
-from headroom.split.worker_messages import LoadOrder, LoadReport, expect, read_batch
+from headroom.split.worker_messages import (
+    CACHE_MOVES,
+    LOST,
+    LoadOrder,
+    LoadReport,
+    expect,
+    read_batch,
+)
 
 log = logging.getLogger(__name__)
 
-LOST = 70  # exit status of a worker whose engine is gone
 RETRY_S = 0.5  # seconds between attempts to reach an engine
 KEPT_STEPS = 8  # whose results can still be asked for; more than can be under way
 
@@ -60,6 +66,7 @@ class Worker:
         self._options, self._token, self._slot, self._model = options, token, slot, model
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._computing = False
+        self._leaving = False  # this worker closes the connection itself
 
     def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
         """Serve the engine at an address until it ends this worker."""
@@ -80,6 +87,7 @@ class Worker:
             _tell(connection, error)
             raise
         finally:
+            self._leaving = True
             heartbeat.end()
             connection.close()
 
@@ -109,8 +117,9 @@ class Worker:
                 if message.header["type"] != "alive":
                     self._inbox.put(message)
         except WireError as error:
-            log.error("worker: the engine is gone: %s", error)
-            os._exit(LOST)
+            if not self._leaving:
+                log.error("worker: the engine is gone: %s", error)
+                os._exit(LOST)
 
     def _serve(self, connection: Connection) -> None:
         message = self._inbox.get()
@@ -194,6 +203,9 @@ class _Steps:
         header = message.header
         if header["type"] == "rows":
             self._answer_rows(header)
+        elif header["type"] == "caches":
+            assert header["do"] in CACHE_MOVES
+            getattr(self._stage.caches, header["do"])(*header["arguments"])
         else:
             self._step(expect(header, "step"), message)
 

@@ -10,10 +10,13 @@ from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.split.wire import Header, WireError
 
+LOST = 70  # exit status of a worker that ends because its engine or a worker next to it is gone
 SHARED_GROUPS = ("model", "engine")  # of settings that a worker obeys, too
 
 # Which results of a step's output rows can be asked for after the step.
 ROW_KINDS = ("logits", "normed", "hidden")
+# Methods of a stage's caches that the engine may call in a worker.
+CACHE_MOVES = ("save_state", "load_state", "copy_page")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,12 @@ def step_message(
             tensors.append(span.tree)
     header = {"type": "step", "step": step, "spans": spans, "logits": list(logits), "keep": keep}
     return header, tensors
+
+
+def cache_message(do: str, *arguments: int) -> Header:
+    """Return a message that moves what the workers' caches hold of a sequence."""
+    assert do in CACHE_MOVES
+    return {"type": "caches", "do": do, "arguments": list(arguments)}
 
 
 def read_batch(header: Header, tensors: Sequence[torch.Tensor]) -> Batch:

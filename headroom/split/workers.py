@@ -39,10 +39,12 @@ from headroom.split.model import HandedRows
 from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
 from headroom.split.plan_digest import plan_digest
 from headroom.split.stage_times import NamedTimes, StageTimes
-from headroom.split.wire import Connection, Header, Heartbeat, WireError
+from headroom.split.wire import Connection, Header, Heartbeat, SilenceError, WireError
 from headroom.split.worker_messages import (
+    LOST,
     LoadOrder,
     LoadReport,
+    cache_message,
     expect,
     step_message,
 )
@@ -56,7 +58,9 @@ HERE = ("localhost", "127.0.0.1", "::1")
 START_S = 180.0  # seconds that a process of this machine has to start and to connect
 JOIN_S = 600.0  # seconds that workers of other machines have to connect
 POLL_S = 0.2
-BETTER_REASON_S = 1.5  # after a worker lost its neighbour, the neighbour's own end is awaited
+# Seconds to wait for the exit of the worker that ended first, which explains the failure better.
+BETTER_REASON_S = 1.5
+REASON_POLL_S = 0.02
 TOKEN_BYTES = 32
 ASK_AGAIN = "All workers are started again. Ask once more."
 WINDOW_S = 600.0  # in which losses of workers are counted
@@ -107,6 +111,10 @@ class _Worker:
     device: DeviceSpec | None = None
     report: LoadReport | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    # How the worker's end shows; the reader of its connection sets these.
+    error: str = ""  # its own failure: what it told of it, or that it is silent
+    follows: bool = False  # it ended because a worker next to it had ended
+    all_read: bool = False  # nothing more comes from its connection
 
     @property
     def name(self) -> str:
@@ -429,8 +437,9 @@ class Workers:
                 if kind == "alive":
                     continue
                 if kind == "error":
-                    self._hear_error(worker, header)
-                    return
+                    reason = f"{header['message']} {header['hint']}".strip()
+                    worker.error, worker.follows = reason, bool(header["neighbour"])
+                    break
                 with self._changed:
                     if worker not in self._workers:  # it is being ended, and others take over
                         return
@@ -443,38 +452,51 @@ class Workers:
                     else:
                         heard(worker, header)
                     self._changed.notify_all()
+        except SilenceError as error:
+            reason = worker.error = error.message
         except WireError as error:
-            if worker.connection is connection:
-                self._lose(worker, error.message)
+            reason = error.message
+        worker.all_read = True
+        self._lose(worker, reason)
 
     def _answer(self, kind: str, number: int, tensors: list[torch.Tensor]) -> None:
         if (kind, number) in self._wanted:
             self._answers[kind, number] = tensors
 
-    def _hear_error(self, worker: _Worker, header: Header) -> None:
-        reason = f"{header['message']} {header['hint']}".strip()
-        if header["neighbour"]:
-            # The neighbour's own end says more, if it comes at all.
-            timer = threading.Timer(BETTER_REASON_S, self._lose, (worker, reason))
-            timer.daemon = True
-            timer.start()
-        else:
-            self._lose(worker, reason)
-
     def _lose(self, worker: _Worker, reason: str) -> None:
-        """Note that a worker is lost; the first loss counts."""
-        status = None
-        if worker.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = worker.process.wait(0.5)
+        """Record the first lost worker and wake the engine.
+
+        Later losses are ignored until the restart.
+        """
+        first, why = self._first_ended(worker, reason)
         with self._changed:
-            if self._lost or self._closing or worker not in self._workers:
+            if not self._may_lose(worker):
                 return
-            told = reason if status is None else f"it has ended by {_ended(status)}."
-            self._lost = f"{worker.name} is lost: {told}"
+            self._lost = f"{first.name} is lost: {why}"
             self._changed.notify_all()
         log.error("workers: %s", self._lost)
         self.on_loss()
+
+    def _may_lose(self, worker: _Worker) -> bool:
+        return not self._lost and not self._closing and worker in self._workers
+
+    def _first_ended(self, worker: _Worker, reason: str) -> tuple[_Worker, str]:
+        """Return the worker whose end explains the loss, and how it ended.
+
+        A worker ends when a worker next to it has ended, and the engine may notice the two in any
+        order. So this waits for a worker that failed by itself; without one, `worker` is returned.
+        """
+        ends = time.monotonic() + BETTER_REASON_S
+        while self._may_lose(worker) and time.monotonic() < ends:
+            workers = list(self._workers)
+            for other in workers:
+                if other.error and not other.follows:
+                    return other, other.error
+            for other in workers:
+                if (told := _own_end(other)) is not None:
+                    return other, told
+            time.sleep(REASON_POLL_S)
+        return worker, reason
 
     def _end_all(self) -> None:
         """End all worker processes, at once if they do not end by themselves."""
@@ -503,9 +525,27 @@ class WorkerChain:
     routing = None  # workers count no choices of experts
     store = None
 
-    def __init__(self, workers: Workers, device: str) -> None:
+    def __init__(self, workers: Workers, device: str, *, needs_snapshots: bool) -> None:
         self._workers, self.device = workers, device
         self._steps = self._asked = 0
+        self.needs_snapshots = needs_snapshots
+
+    @property
+    def caches(self) -> "WorkerChain":
+        """What moves the caches of all workers: the chain itself, by messages."""
+        return self
+
+    def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
+        """Tell every worker to take its part of a snapshot, after the steps sent so far."""
+        self._workers.send(cache_message("save_state", state_slot, snapshot, position))
+
+    def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
+        """Tell every worker to give a sequence its part of a snapshot."""
+        self._workers.send(cache_message("load_state", snapshot, state_slot, position))
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Tell every worker to copy a page of keys and values."""
+        self._workers.send(cache_message("copy_page", source, target))
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Not used: the chain is the only stage."""
@@ -686,7 +726,8 @@ def open_worker_pipeline(
         device.name: StageMemory(report.planned, Counter(report.allocated))
         for device, report in zip(plan.devices, reports, strict=True)
     }
-    chain = WorkerChain(workers, plan.devices[0].name)
+    needs_snapshots = any(layer.kind != "full" for layer in model.shape.layers)
+    chain = WorkerChain(workers, plan.devices[0].name, needs_snapshots=needs_snapshots)
     return Pipeline(
         [chain],
         model.config.vocab,
@@ -741,6 +782,17 @@ def _addresses(host: str) -> set[str]:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return set()
+
+
+def _own_end(worker: _Worker) -> str | None:
+    """Return how a worker ended if no other worker caused it; None if that is not known."""
+    if worker.process is None:
+        return "Its connection has ended." if worker.all_read and not worker.follows else None
+    status = worker.process.poll()
+    # A process that exits by itself has told why before, if it could: that must have been read.
+    if status is None or status == LOST or (status >= 0 and not worker.all_read):
+        return None
+    return f"it has ended by {_ended(status)}."
 
 
 def _ended(status: int) -> str:

@@ -41,6 +41,7 @@ from tests.split.test_pipeline import MODELS, PROMPTS, SETTINGS, answers, opened
 from tests.tiny import llama_config, random_model, save_gguf
 
 STREAMS = 8
+LONG = 480  # tokens of an answer: with its prompt they nearly fill the context of 512
 
 
 def worker_options(**settings: Any) -> Options:
@@ -106,25 +107,32 @@ class Asked:
     """A request under way, and what it has got."""
 
     def __init__(self, engine: Engine, name: str, tokens: int) -> None:
-        self.events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        self._tokens: list[int] = []
+        self._wanted = tokens
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
-        self.asked_at = time.monotonic()
         engine.submit(
             GenerationRequest(
                 id=name, prompt=tuple(PROMPT[:5]), params=params, stop_ids=frozenset()
             ),
-            self.events.put,
+            self._events.put,
         )
 
-    def end(self, timeout_s: float) -> tuple[TokenEvent, list[int]]:
-        """Return the last event, and all tokens."""
-        tokens = []
-        while True:
-            event = self.events.get(timeout=timeout_s)
-            if event.token is not None:
-                tokens.append(event.token)
-            if event.finish_reason is not None:
-                return event, tokens
+    def next(self, timeout_s: float = 60) -> TokenEvent:
+        """Wait for the next event, and return it."""
+        event = self._events.get(timeout=timeout_s)
+        if event.token is not None:
+            self._tokens.append(event.token)
+        return event
+
+    def end(self, timeout_s: float = 60) -> tuple[TokenEvent, list[int]]:
+        """Return the last event, and all tokens; an answer without an error is a full one."""
+        while (event := self.next(timeout_s)).finish_reason is None:
+            pass
+        if event.finish_reason != "error":
+            assert event.finish_reason == "length"
+            assert len(self._tokens) == self._wanted
+        return event, self._tokens
 
 
 @pytest.fixture(scope="module")
@@ -150,31 +158,37 @@ def pids(llm: LLM) -> list[int]:
     return [worker.pid for worker in chain._workers._workers]
 
 
-def lose_one(llm: LLM, number: int, how: signal.Signals, wait_s: float) -> list[TokenEvent]:
+def stream_all(llm: LLM, name: str) -> list[Asked]:
+    """Ask for long answers, and wait until each has begun; none ends within the next moments."""
+    asked = [Asked(llm.engine, f"{name} {i} {time.monotonic()}", LONG) for i in range(STREAMS)]
+    for one in asked:
+        assert one.next().finish_reason is None
+    return asked
+
+
+def lose_one(llm: LLM, number: int, how: signal.Signals, wait_s: float = 0.0) -> list[TokenEvent]:
     """Lose a worker while eight answers stream; return the answers' last events."""
-    asked = [
-        Asked(llm.engine, f"{how} {number} {i} {time.monotonic()}", 480) for i in range(STREAMS)
-    ]
+    asked = stream_all(llm, f"{how} {number}")
     time.sleep(wait_s)
     os.kill(pids(llm)[number], how)
-    return [one.end(12)[0] for one in asked]
+    return [one.end()[0] for one in asked]
 
 
 def test_running_requests_get_an_error_and_the_next_one_works(llm: LLM) -> None:
-    before = Asked(llm.engine, "before", 30).end(20)[1]
+    before = Asked(llm.engine, "before", 30).end()[1]
     for number, how in ((0, signal.SIGKILL), (1, signal.SIGKILL)):
         lost = pids(llm)[number]
-        for event in lose_one(llm, number, how, 0.3):
+        for event in lose_one(llm, number, how):
             assert event.finish_reason == "error"
             assert f"Worker {number + 1} on localhost (process {lost}) is lost" in event.error
             assert "it has ended by signal 9" in event.error
-        assert Asked(llm.engine, f"after {number}", 30).end(60)[1] == before
+        assert Asked(llm.engine, f"after {number}", 30).end()[1] == before
         assert lost not in pids(llm)
         assert llm.engine.trouble == ""
 
 
 def test_an_answer_reports_what_each_worker_took(llm: LLM) -> None:
-    timings = Asked(llm.engine, "timed", 30).end(20)[0].timings
+    timings = Asked(llm.engine, "timed", 30).end()[0].timings
     assert timings is not None
     assert timings.stages is not None
     first, last = timings.stages
@@ -196,16 +210,15 @@ def test_a_worker_that_is_lost_while_nothing_runs_is_started_again_at_once(llm: 
     while llm.engine.trouble or len(pids(llm)) < 2:
         assert time.monotonic() < ends
         time.sleep(0.05)
-    assert Asked(llm.engine, "later", 5).end(20)[0].finish_reason == "length"
+    assert Asked(llm.engine, "later", 5).end()[0].finish_reason == "length"
 
 
 def test_requests_that_wait_are_answered_after_the_restart(llm: LLM) -> None:
-    running = [Asked(llm.engine, f"run {i}", 480) for i in range(STREAMS)]
-    time.sleep(0.3)
+    running = stream_all(llm, "run")
     waiting = Asked(llm.engine, "wait", 10)
     os.kill(pids(llm)[0], signal.SIGKILL)
-    assert {one.end(12)[0].finish_reason for one in running} == {"error"}
-    assert waiting.end(60)[0].finish_reason == "length"
+    assert {one.end()[0].finish_reason for one in running} == {"error"}
+    assert waiting.end()[0].finish_reason == "length"
 
 
 def test_a_stranger_at_the_door_changes_nothing(llm: LLM) -> None:
@@ -214,7 +227,7 @@ def test_a_stranger_at_the_door_changes_nothing(llm: LLM) -> None:
     address = chain._workers._listener.getsockname()
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert Asked(llm.engine, "polite", 5).end(20)[0].finish_reason == "length"
+        assert Asked(llm.engine, "polite", 5).end()[0].finish_reason == "length"
 
 
 def test_vectors_prompts_and_formats_come_from_workers_as_from_one_process(
@@ -238,7 +251,7 @@ def test_vectors_prompts_and_formats_come_from_workers_as_from_one_process(
 
 def test_if_the_options_say_so_a_lost_worker_ends_the_engine(path: Path) -> None:
     with LLM(str(path), **settings(on_worker_loss="stop", worker_restarts=0)) as llm:
-        events = lose_one(llm, 0, signal.SIGKILL, 0.2)
+        events = lose_one(llm, 0, signal.SIGKILL)
         assert {event.finish_reason for event in events} == {"error"}
         llm.engine._thread.join(20)
         assert not llm.engine.alive
@@ -269,21 +282,47 @@ def test_a_model_that_is_another_one_there_is_refused(path: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_twenty_losses_at_random_moments_leave_nothing_behind(llm: LLM) -> None:
-    before = Asked(llm.engine, "first", 30).end(20)[1]
+    before = Asked(llm.engine, "first", 30).end()[1]
     draw = random.Random(7)
     sizes, files = [], []
     for number in range(20):
         how = signal.SIGSTOP if number % 5 == 4 else signal.SIGKILL
-        started = time.monotonic()
-        events = lose_one(llm, draw.randrange(2), how, draw.uniform(0, 1.5))
-        assert time.monotonic() - started < 12
-        assert {event.finish_reason for event in events} <= {"error", "length"}
-        assert Asked(llm.engine, f"next {number}", 30).end(60)[1] == before
+        asked = stream_all(llm, f"loss {number}")
+        time.sleep(draw.uniform(0, 1.5))
+        os.kill(pids(llm)[draw.randrange(2)], how)
+        lost_at = time.monotonic()
+        for one in asked:
+            one.end(10)
+        assert time.monotonic() - lost_at < 10
+        assert Asked(llm.engine, f"next {number}", 30).end()[1] == before
         sizes.append(int(Path("/proc/self/statm").read_text().split()[1]))  # pages in memory
         files.append(len(list(Path("/proc/self/fd").iterdir())))
     assert max(sizes[10:]) < sizes[9] * 1.05
     assert max(files[10:]) <= max(files[:10])
     assert threading.active_count() < 30
+
+
+def process_that_ends(after: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", f"import os, signal, time; {after}"])
+
+
+@pytest.mark.parametrize(
+    ("others_end", "named"),
+    [
+        ("time.sleep(0.3); os.kill(os.getpid(), 9)", "Worker 1 on localhost is lost: it has"),
+        ("os._exit(70)", "Worker 2 on localhost is lost: The connection has ended."),
+    ],
+)
+def test_the_worker_that_ended_first_is_named(others_end: str, named: str) -> None:
+    workers = Workers(Options(workers="2"))
+    first = _Worker(0, "localhost", process_that_ends(others_end))
+    second = _Worker(1, "localhost", process_that_ends("os._exit(70)"), follows=True)
+    workers._workers = [first, second]
+    assert second.process is not None
+    second.process.wait()
+    workers._lose(second, "The connection has ended.")
+    assert workers.lost.startswith(named)
+    workers.close()
 
 
 def test_a_connection_that_proves_nothing_is_closed() -> None:
