@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,10 +168,13 @@ class Connection:
 
 
 class Heartbeat:
-    """Sends a sign of life every second, so that the other end can tell a hang from long work."""
+    """Sends a sign of life every second, so that the other end can tell a hang from long work.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    `progress` counts what the sender's main thread has done: it stands still if that thread hangs.
+    """
+
+    def __init__(self, connection: Connection, progress: Callable[[], int] = lambda: 0) -> None:
+        self._connection, self._progress = connection, progress
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="headroom-heartbeat", daemon=True)
         self._thread.start()
@@ -183,7 +186,7 @@ class Heartbeat:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_S):
             try:
-                self._connection.send({"type": "alive"})
+                self._connection.send({"type": "alive", "progress": self._progress()})
             except WireError:
                 return  # the thread that receives tells why
 

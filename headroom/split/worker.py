@@ -23,6 +23,7 @@ from headroom import __version__
 from headroom.errors import FormatError, HeadroomError, ModelError
 from headroom.experts.placement import ExpertPlacement
 from headroom.families.files import find_weights, open_checkpoint
+from headroom.layers.step_timing import recording
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
@@ -53,6 +54,25 @@ class EngineGoneError(HeadroomError):
     """No engine can be reached, or the connection to it has ended."""
 
 
+class _Progress:
+    """Counts the steps and the parts of layers that have begun or ended."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begin_step(self) -> None:
+        """Count a step."""
+        self.count += 1
+
+    def begin(self, part: str) -> None:
+        """Count the beginning of a layer's part."""
+        self.count += 1
+
+    def end(self, part: str) -> None:
+        """Count the end of a layer's part."""
+        self.count += 1
+
+
 class Worker:
     """Runs one stage for the engine at an address."""
 
@@ -66,6 +86,7 @@ class Worker:
         self._options, self._token, self._slot, self._model = options, token, slot, model
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._computing = False
+        self._progress = _Progress()
         self._leaving = False  # this worker closes the connection itself
 
     def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
@@ -73,7 +94,7 @@ class Worker:
         device = own_device(self._options)
         connection = connect(address, wait_s, timeout_s)
         connection.prove_as_worker(self._token)
-        heartbeat = Heartbeat(connection)
+        heartbeat = Heartbeat(connection, lambda: self._progress.count)
         connection.send(self._hello(device))
         threading.Thread(
             target=self._receive, args=(connection,), name="headroom-receive", daemon=True
@@ -132,8 +153,9 @@ class Worker:
         steps = _Steps(stage, neighbours, order.worker, connection)
         while (message := self._inbox.get()) is not None:
             self._computing = True
-            with torch.inference_mode():
+            with torch.inference_mode(), recording(self._progress):
                 steps.take(message)
+            self._progress.begin_step()
             self._computing = False
         stage.stage.close()
 

@@ -2,9 +2,10 @@
 
 The engine sends each step to all workers at once. Worker 1 looks the tokens up and hands its rows
 to worker 2, and so on; the last one sends logits back. So several steps can be under way, each at
-another worker. Workers are watched all the time: one that dies, or that says nothing for
-`--worker-timeout` seconds, ends the steps under way with an error. Then all workers are ended and
-started again, because the others hold caches and connections that lead nowhere.
+another worker. Workers are watched all the time: one that dies, that says nothing for
+`--worker-timeout` seconds, or that computes nothing for as long while a step waits for it, ends the
+steps under way with an error. Then all workers are ended and started again, because the others hold
+caches and connections that lead nowhere.
 """
 
 import contextlib
@@ -61,7 +62,12 @@ POLL_S = 0.2
 # Seconds to wait for the exit of the worker that ended first, which explains the failure better.
 BETTER_REASON_S = 1.5
 REASON_POLL_S = 0.02
+# Seconds that a part of a layer may take beyond --worker-timeout, for each row of its step. One
+# core of 20 GFLOP/s takes 0.04 s for a row of a layer of a dense model of 27B.
+STALL_ROW_S = 0.05
+COMPILE_S = 60.0  # and on a GPU, where a first step may compile kernels
 TOKEN_BYTES = 32
+RUN = ("-m", "headroom")  # what the Python of a worker of this machine runs
 ASK_AGAIN = "All workers are started again. Ask once more."
 WINDOW_S = 600.0  # in which losses of workers are counted
 
@@ -111,6 +117,8 @@ class _Worker:
     device: DeviceSpec | None = None
     report: LoadReport | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    progress: int = 0  # as its last sign of life told; moves with each part of a layer
+    done: int = 0  # the last step that it has computed
     # How the worker's end shows; the reader of its connection sets these.
     error: str = ""  # its own failure: what it told of it, or that it is silent
     follows: bool = False  # it ended because a worker next to it had ended
@@ -146,7 +154,9 @@ class Workers:
         self._restarting = ""  # what was lost, while workers are started again
         self._closing = False
         self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and number
-        self._wanted: set[tuple[str, int]] = set()
+        self._wanted: dict[tuple[str, int], int] = {}  # rows of each step, oldest first
+        self._watched: tuple[object, ...] = ()  # the oldest step and how far it was, last looked at
+        self._moved_at = 0.0  # time.monotonic() when that was seen to change
         self._order: tuple[Plan, ModelDescription, ExpertPlacement | None] | None = None
         self.on_loss: Callable[[], None] = lambda: None  # called by a reader thread
 
@@ -277,16 +287,10 @@ class Workers:
         except WireError as error:
             self._lose(last, error.message)
 
-    def expect(self, kind: str, number: int) -> None:
-        """Keep the answer with a number until it is taken; others are dropped."""
+    def expect(self, kind: str, number: int, rows: int) -> None:
+        """Keep the answer about so many rows until it is taken; other answers are dropped."""
         with self._changed:
-            self._wanted.add((kind, number))
-
-    def forget(self, kind: str, number: int) -> None:
-        """Keep an answer no longer."""
-        with self._changed:
-            self._wanted.discard((kind, number))
-            self._answers.pop((kind, number), None)
+            self._wanted[kind, number] = rows
 
     def take(self, kind: str, number: int) -> list[torch.Tensor]:
         """Wait for an answer of the last worker, and return its tensors."""
@@ -296,7 +300,11 @@ class Workers:
                 if (kind, number) not in self._wanted:  # of workers that are gone
                     raise WorkerLostError("The workers of this step are gone.", hint=ASK_AGAIN)
                 self._changed.wait()
-            self._wanted.discard((kind, number))
+            # Results are taken in order: those of older steps belong to requests that have ended.
+            for key in [key for key in self._wanted if key[0] == kind and key[1] < number]:
+                del self._wanted[key]
+                self._answers.pop(key, None)
+            del self._wanted[kind, number]
             return self._answers.pop((kind, number))
 
     def close(self) -> None:
@@ -311,6 +319,8 @@ class Workers:
         """Raise an error if a worker is lost; the caller holds the lock."""
         if self._lost:
             raise WorkerLostError(self._lost, hint=ASK_AGAIN)
+        if self._closing:
+            raise WorkerLostError("The engine is shutting down.")
 
     # Starting
 
@@ -322,7 +332,7 @@ class Workers:
         devices = (self._options.device or "cpu").split(",")
         device = devices[here.index(worker) % len(devices)].strip()
         command = [
-            *(sys.executable, "-m", "headroom", "worker"),
+            *(sys.executable, *RUN, "worker"),
             *("--join", f"{host}:{port}", "--slot", str(worker.number)),
             *("--device", device, "--threads", str(threads)),
             *("--worker-timeout", str(self._timeout_s)),
@@ -435,6 +445,7 @@ class Workers:
                 header, tensors = connection.receive()
                 kind = header["type"]
                 if kind == "alive":
+                    self._watch(worker, int(header["progress"]))
                     continue
                 if kind == "error":
                     reason = f"{header['message']} {header['hint']}".strip()
@@ -445,6 +456,7 @@ class Workers:
                         return
                     if kind == "result":
                         worker.times.add_told(header)
+                        worker.done = int(header["step"])
                         if worker is self._workers[-1]:
                             self._answer("step", header["step"], tensors)
                     elif kind == "rows":
@@ -462,6 +474,39 @@ class Workers:
     def _answer(self, kind: str, number: int, tensors: list[torch.Tensor]) -> None:
         if (kind, number) in self._wanted:
             self._answers[kind, number] = tensors
+
+    def _watch(self, worker: _Worker, progress: int) -> None:
+        """Lose the worker that the oldest step waits for, if it has computed nothing for long."""
+        with self._changed:
+            worker.progress, now = progress, time.monotonic()
+            found = self._oldest()
+            if found is None:
+                self._watched = ()
+                return
+            holder, key, rows = found
+            watched = (key, holder.number, holder.progress)
+            if watched != self._watched:
+                self._watched, self._moved_at = watched, now
+                return
+            still_s, limit_s = now - self._moved_at, self._timeout_s + rows * STALL_ROW_S
+            if holder.device is not None and holder.device.kind != "cpu":
+                limit_s += COMPILE_S
+            if still_s <= limit_s:
+                return
+            told = (
+                f"it has computed nothing for {still_s:.0f} s of a step of {counted(rows, 'row')}"
+            )
+            holder.error = f"{told}."
+        self._lose(holder, holder.error)
+
+    def _oldest(self) -> tuple[_Worker, tuple[str, int], int] | None:
+        """Return the oldest step under way with its rows, and the worker that it waits for."""
+        for (kind, number), rows in self._wanted.items():
+            if (kind, number) in self._answers or not self._workers:
+                continue
+            late = [x for x in self._workers if kind == "step" and x.done < number]
+            return (late[0] if late else self._workers[-1]), (kind, number), rows
+        return None
 
     def _lose(self, worker: _Worker, reason: str) -> None:
         """Record the first lost worker and wake the engine.
@@ -561,22 +606,19 @@ class WorkerChain:
         self._steps += 1
         drawn = [row for row, draw in enumerate(draws) if draw is not None]
         keep = len(drawn) < len(batch.output_rows)
-        self._workers.expect("step", self._steps)
-        self._workers.send(*step_message(self._steps, batch, drawn, keep))
+        header, tensors = step_message(self._steps, batch, drawn, keep)
+        self._workers.expect("step", self._steps, len(batch.tokens))
+        self._workers.send(header, tensors)
         return ChainResult(self, self._steps, drawn, len(batch.output_rows))
 
     def finish(self, step: int) -> list[torch.Tensor]:
         """Wait until the last worker has computed a step; return the logits that it sent."""
         return self._workers.take("step", step)
 
-    def drop(self, step: int) -> None:
-        """Forget a step whose results nobody will read."""
-        self._workers.forget("step", step)
-
     def ask(self, step: int, kind: str, rows: Sequence[int]) -> torch.Tensor:
         """Ask the last worker for some results of a step that it keeps."""
         self._asked += 1
-        self._workers.expect("rows", self._asked)
+        self._workers.expect("rows", self._asked, len(rows))
         header = {"type": "rows", "ask": self._asked, "step": step, "kind": kind}
         self._workers.ask_last(header | {"rows": list(rows)})
         return self._workers.take("rows", self._asked)[0]

@@ -1,5 +1,6 @@
 """The connection between an engine and a worker: what passes, and what is refused."""
 
+import itertools
 import json
 import socket
 import struct
@@ -189,8 +190,10 @@ def test_a_heartbeat_goes_on_until_it_is_ended(
 ) -> None:
     monkeypatch.setattr(wire, "BEAT_S", 0.01)
     engine, worker = proved(pair)
-    heartbeat = Heartbeat(worker)
-    assert [engine.receive().header for _ in range(3)] == 3 * [{"type": "alive"}]
+    counter = itertools.count()
+    heartbeat = Heartbeat(worker, lambda: next(counter))
+    told = [engine.receive().header for _ in range(3)]
+    assert told == [{"type": "alive", "progress": count} for count in range(3)]
     heartbeat.end()
     heartbeat._thread.join(5)
     assert not heartbeat._thread.is_alive()

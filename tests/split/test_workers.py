@@ -1,5 +1,6 @@
 """Layers in worker processes give the tokens of one process; lost workers are started again."""
 
+import itertools
 import os
 import queue
 import random
@@ -10,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from headroom.llm import LLM
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.split.choice import make_worker_plan
-from headroom.split.wire import Connection, WireError
+from headroom.split.wire import Connection, Heartbeat, WireError
 from headroom.split.workers import (
     HostWorkers,
     WorkerChain,
@@ -325,6 +328,87 @@ def test_the_worker_that_ended_first_is_named(others_end: str, named: str) -> No
     workers.close()
 
 
+@contextmanager
+def one_worker(workers: Workers) -> Iterator[Connection]:
+    """Give an engine a worker that the test plays, over the connection that is returned."""
+    there = Connection(socket.create_connection(workers._listener.getsockname()[:2]), 5.0)
+    here = Connection(workers._listener.accept()[0], 5.0)
+    workers._workers = [_Worker(0, "localhost", connection=here)]
+    workers._read_in_thread(workers._workers[0], lambda worker, header: None)
+    yield there
+    workers.close()
+    there.close()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_worker_that_beats_but_computes_nothing_is_lost(
+    monkeypatch: pytest.MonkeyPatch, moves: bool
+) -> None:
+    monkeypatch.setattr("headroom.split.wire.BEAT_S", 0.05)
+    workers = Workers(Options(workers="1"))
+    workers._timeout_s = 0.5
+    counter = itertools.count()
+    with one_worker(workers) as there:
+        beat = Heartbeat(there, lambda: next(counter) if moves else 7)
+        time.sleep(0.8)  # without a step nothing is expected
+        assert workers.lost == ""
+        workers.expect("step", 1, rows=2)
+        if moves:
+            time.sleep(0.8)
+            assert workers.lost == ""
+        else:
+            with pytest.raises(
+                WorkerLostError, match=r"computed nothing for \d+ s of a step of 2 "
+            ):
+                workers.take("step", 1)
+        beat.end()
+
+
+def test_closing_wakes_who_waits_for_an_answer() -> None:
+    workers = Workers(Options(workers="1"))
+    workers.expect("step", 1, rows=2)
+    with ThreadPoolExecutor() as pool, one_worker(workers):
+        waiting = pool.submit(workers.take, "step", 1)
+        time.sleep(0.05)
+        workers.close()
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            waiting.result(timeout=10)
+
+
+def test_the_oldest_step_waits_for_the_worker_after_the_last_that_computed_it() -> None:
+    workers = Workers(Options(workers="3"))
+    first, second, third = workers._workers = [_Worker(n, "localhost") for n in range(3)]
+    assert workers._oldest() is None
+    for step in (1, 2, 3):
+        workers.expect("step", step, rows=step)
+    first.done, second.done, third.done = 3, 1, 1
+    workers._answers["step", 1] = []
+    assert workers._oldest() == (second, ("step", 2), 2)
+    second.done = 2
+    assert workers._oldest() == (third, ("step", 2), 2)
+    workers.close()
+
+
+STUCK = """
+import time
+from headroom.split import worker
+worker._Steps._step = lambda *arguments: time.sleep(1000)
+from headroom.cli.main import main
+main()
+"""
+
+
+def test_a_worker_whose_step_hangs_ends_the_request_with_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headroom.split.workers.RUN", ("-c", STUCK))
+    given = settings(on_worker_loss="stop", worker_timeout=2.0)
+    with LLM(str(path), **given) as llm:
+        event, _ = Asked(llm.engine, "stuck", 5).end(20)
+        assert "Worker 1 on localhost" in event.error
+        assert "it has computed nothing for" in event.error
+
+
 def test_a_connection_that_proves_nothing_is_closed() -> None:
     workers = Workers(Options(workers="1"))
     with socket.create_connection(workers._listener.getsockname()[:2]) as there:
@@ -340,7 +424,7 @@ def test_what_a_worker_says_while_it_is_ended_is_dropped() -> None:
     there = Connection(socket.create_connection(workers._listener.getsockname()[:2]), 5.0)
     here = Connection(workers._listener.accept()[0], 5.0)
     ended = _Worker(0, "localhost", connection=here)
-    workers.expect("rows", 1)
+    workers.expect("rows", 1, 1)
     there.send({"type": "rows", "ask": 1}, [torch.ones(1)])
     there.send({"type": "result", "step": 1})
     workers._read(ended, lambda worker, header: None)
