@@ -154,9 +154,16 @@ class PolicyKeeper:
         self.now = PolicyState(best, {**rates})
 
     def _restore(self) -> None:
-        """Bring some more experts of the placement back into their slots."""
-        self._store.take_places()
+        """Bring some more experts of the placement back into their slots.
+
+        If a copy fails, all others stay where they are. Steps still find every expert.
+        """
         copied = 0
-        while self._restores and copied < RESTORED_BYTES:
-            layer, hot = self._restores.popleft()
-            copied += layer.hold(hot)
+        try:
+            self._store.take_places()
+            while self._restores and copied < RESTORED_BYTES:
+                layer, hot = self._restores.popleft()
+                copied += layer.hold(hot)
+        except Exception:  # of a lost GPU, too, which the next step finds
+            self._restores.clear()
+            log.exception("experts: those of the placement are not all brought back")

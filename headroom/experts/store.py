@@ -263,23 +263,31 @@ class LayerStore:
             self._residency = Residency(slot, self._residency.row)
 
     def hold(self, hot: Sequence[int], *, copy_all: bool = False) -> int:
-        """Give the slots of a layer with a cache to other experts; return the bytes copied.
+        """Make exactly `hot` resident in a layer with a cache; return the bytes copied.
 
-        No step may have changed places since `take_places`. Experts without a slot take those of
-        experts that are not in `hot`, and are copied from host memory, as are all of `hot` with
-        `copy_all`. The copies come after the steps launched so far and before later ones.
+        Experts without a slot are copied from host memory to free slots and to those of experts
+        that are not in `hot`; with `copy_all`, all of `hot` are copied. No step may have changed
+        places since `take_places`. The copies come after the steps launched so far and before later
+        ones. While a slot is written, no address points there, so that after a copy that fails the
+        table still finds every expert whole.
         """
         slot, wanted = self._residency.slot, set(hot)
-        leaving = [expert for expert in self.hot if expert not in wanted]
+        assert len(wanted) == len(hot) <= len(self.slots)
+        staying = [expert for expert in hot if slot[expert] != NOWHERE]
         coming = [expert for expert in hot if slot[expert] == NOWHERE]
-        pairs = list(zip(coming, leaving, strict=False))
-        moved = {old: NOWHERE for _, old in pairs} | {new: int(slot[old]) for new, old in pairs}
-        residency = self._residency.with_moved(moved, {})
+        leaving = [expert for expert in self.hot if expert not in wanted]
+        taken = {int(slot[expert]) for expert in staying}
+        free = (number for number in range(len(self.slots)) if number not in taken)
+        places = {expert: int(slot[expert]) for expert in staying} | dict(
+            zip(coming, free, strict=False)
+        )
         copied = list(hot) if copy_all else coming
+        if absent := leaving + (staying if copy_all else []):
+            self._publish(self._residency.with_moved(dict.fromkeys(absent, NOWHERE), {}))
         for expert in copied:
-            copy_bytes(self.slots[int(residency.slot[expert])], self.cold[expert])
-        if moved:
-            self._publish(residency)
+            copy_bytes(self.slots[places[expert]], self.cold[expert])
+        if copied:
+            self._publish(self._residency.with_moved(places, {}))
         return len(copied) * self.expert_bytes
 
     @property
@@ -549,12 +557,16 @@ class ExpertStore:
     def repair(self) -> None:
         """Copy the experts in slots of layers with a cache again; waits for the GPU.
 
-        A step that failed may have given a slot away before the new expert was copied into it.
+        A step that failed may have given a slot away before the new expert was copied into it. If
+        a copy fails here, too, the table leads to host memory for the experts of that layer, and
+        the next repair fills its slots.
         """
         self.take_places()
-        for layer in self.layers:
+        for layer, placed in zip(self.layers, self.placement.hot, strict=True):
             if layer is not None and layer.is_cached:
-                layer.hold(layer.hot, copy_all=True)
+                # A repair that failed has left free slots, which steps do not fill.
+                hot = dict.fromkeys([*layer.hot, *placed])
+                layer.hold([*hot][: len(layer.slots)], copy_all=True)
 
     def current_placement(self, *, ask: bool = True) -> ExpertPlacement:
         """Return which experts are hot now; waits for the GPU if slots change hands within steps.

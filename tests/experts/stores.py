@@ -1,6 +1,7 @@
 """Small stores of experts, in host memory alone or on the stand-in GPU."""
 
 from collections.abc import Sequence
+from ctypes import string_at
 from dataclasses import replace
 from functools import cache
 
@@ -132,3 +133,25 @@ def _check_addresses(layer: LayerStore, expert: int, where: list[int]) -> None:
     assert layer.host_addresses[expert].tolist() == ([0, 0, 0] if hot else where)
     reached = hot or layer.readable
     assert layer.addresses[expert].tolist() == (where if reached else [0, 0, 0])
+
+
+def check_cached_layer(store: ExpertStore, index: int) -> list[int]:
+    """Assert that the GPU's table of a layer with a cache finds every expert whole.
+
+    Return the experts that it finds in slots.
+    """
+    torch.cuda.synchronize()
+    layer = store.layers[index]
+    assert layer is not None
+    addresses, place = layer.addresses.cpu().tolist(), layer.is_hot.cpu().tolist()
+    for expert, number in enumerate(place):
+        side, row = (layer.slots, number - 1) if number else (layer.cold, expert)
+        begin = side.data_ptr() + row * layer.expert_bytes
+        assert addresses[expert] == [begin + start for start in layer.blobs.starts]
+        found = string_at(addresses[expert][0], layer.expert_bytes)
+        assert found == content_bytes(index, expert, layer.expert_bytes)
+    taken = [number for number in place if number]
+    assert len(set(taken)) == len(taken)
+    store.take_places()
+    assert layer.hot == tuple(expert for expert, number in enumerate(place) if number)
+    return list(layer.hot)

@@ -81,6 +81,7 @@ struct Held {
             room.place[e] = place[i];
             room.first[e] = MOST;
             room.fate[e] = 0;
+            room.keys[e] = NEVER;  // of a slot without an expert, which only the host fills (LayerStore.hold)
         }
     }
 };
