@@ -1,5 +1,6 @@
 """`headroom worker`: run a part of a model's layers for an engine in another process."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -8,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headroom.cli.settings import with_settings
-from headroom.errors import OptionError
+from headroom.errors import FormatError, ModelError, OptionError, PlanError
 from headroom.options import Options
 
 log = logging.getLogger(__name__)
@@ -47,21 +48,26 @@ def worker(
         )
     # Late, because torch takes seconds to import.
     from headroom.split.neighbours import NeighbourLostError
+    from headroom.split.wire import RefusedError
     from headroom.split.worker import EngineGoneError, Worker
     from headroom.split.worker_messages import LOST
 
-    process = Worker(options, options.worker_token, slot, model)
+    # The engine starts a worker with a slot again itself.
+    by_hand = slot is None
+    process = Worker(
+        options, options.worker_token, slot, model, join_again=join_again if by_hand else None
+    )
     try:
         process.run((host, int(port)), wait, options.worker_timeout)
-    except EngineGoneError:
-        raise
     except NeighbourLostError as error:
         log.error("worker: %s", error)
-        if slot is not None:
+        if not by_hand:
             raise typer.Exit(LOST) from error
         join_again()
+    except (EngineGoneError, RefusedError, FormatError, ModelError, OptionError, PlanError):
+        raise  # the same would happen again
     except Exception:
-        if slot is not None:
+        if not by_hand:
             raise
         log.exception("worker: joining again")
         join_again()
@@ -69,4 +75,8 @@ def worker(
 
 def join_again() -> None:
     """Replace this process by a new one with the same arguments, which frees all its memory."""
+    for number in os.listdir("/dev/fd"):
+        if int(number) > 2:
+            with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+                os.set_inheritable(int(number), False)
     os.execv(sys.executable, [sys.executable, "-m", "headroom", *sys.argv[1:]])

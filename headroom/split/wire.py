@@ -14,6 +14,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,6 +55,10 @@ class SilenceError(WireError):
     """The other end has said nothing for too long; the connection itself has not ended."""
 
 
+class RefusedError(DeviceError):
+    """The engine does not take this worker; to ask again would not help."""
+
+
 class Connection:
     """One end of a connection; any thread may send, one thread receives."""
 
@@ -61,7 +66,8 @@ class Connection:
         self._end = end
         self._sending = threading.Lock()
         self._most_header = MOST_UNPROVEN_BYTES
-        self.timeout_s = timeout_s  # of silence, after which `receive` raises WireError
+        self.timeout_s = timeout_s  # of silence, after which `receive` raises SilenceError
+        self.deadline: float | None = None  # time.monotonic() until which all must have come
         end.settimeout(timeout_s)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -116,6 +122,16 @@ class Connection:
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
+    def end_sending(self) -> None:
+        """Let the other end read what was sent, and then the end; it may still send."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_WR)
+
+    def refuse(self, reason: str) -> None:
+        """Tell a worker why it is not taken, and raise the reason."""
+        self.send({"type": "refused", "reason": reason})
+        raise RefusedError(reason)
+
     def prove_as_engine(self, token: str) -> None:
         """Let a worker prove that it knows the token, and prove the same to it."""
         challenge = secrets.token_hex(SECRET_BYTES)
@@ -123,8 +139,7 @@ class Connection:
         answer = self.receive().header
         theirs = str(answer.get("challenge"))
         if not _is_proof(answer, token, "worker", challenge, theirs):
-            self.send({"type": "refused"})
-            raise WireError(f"A worker at {self.peer_address} does not know the token.")
+            self.refuse(f"The worker at {self.peer_address} has another token than the engine.")
         self.send({"type": "proof", "proof": _proof(token, "engine", challenge, theirs)})
         self._most_header = MOST_HEADER_BYTES
 
@@ -134,9 +149,10 @@ class Connection:
         challenge = secrets.token_hex(SECRET_BYTES)
         proof = _proof(token, "worker", theirs, challenge)
         self.send({"type": "answer", "challenge": challenge, "proof": proof})
-        if not _is_proof(self.receive().header, token, "engine", theirs, challenge):
-            raise WireError(
-                f"The engine at {self.peer_address} has another token.",
+        answer = self.receive().header
+        if answer["type"] == "refused" or not _is_proof(answer, token, "engine", theirs, challenge):
+            raise RefusedError(
+                f"The engine at {self.peer_address} has another token than this worker.",
                 hint="Give the engine and its workers the same HEADROOM_WORKER_TOKEN.",
             )
         self._most_header = MOST_HEADER_BYTES
@@ -156,6 +172,8 @@ class Connection:
         done = 0
         try:
             while done < len(buffer):
+                if self.deadline is not None and time.monotonic() > self.deadline:
+                    raise TimeoutError
                 count = self._end.recv_into(buffer[done:])
                 if not count:
                     raise WireError("The connection has ended.")

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +35,14 @@ from headroom.split.memory_check import limit_memory
 from headroom.split.neighbours import NeighbourLostError, Neighbours
 from headroom.split.plan_digest import plan_digest
 from headroom.split.stage import StepResult
-from headroom.split.wire import Connection, Header, Heartbeat, Message, WireError
+from headroom.split.wire import (
+    Connection,
+    Header,
+    Heartbeat,
+    Message,
+    RefusedError,
+    WireError,
+)
 from headroom.split.worker_messages import (
     CACHE_MOVES,
     LOST,
@@ -51,7 +59,7 @@ KEPT_STEPS = 8  # whose results can still be asked for; more than can be under w
 
 
 class EngineGoneError(HeadroomError):
-    """No engine can be reached, or the connection to it has ended."""
+    """No engine takes workers at the address."""
 
 
 class _Progress:
@@ -82,18 +90,21 @@ class Worker:
         token: str,
         slot: int | None = None,  # the worker's number, if the engine itself has started it
         model: str | None = None,  # this machine's copy; None: at the engine's path
+        # Replaces this process by one that joins the engine again; None: nobody wants that.
+        join_again: Callable[[], None] | None = None,
     ) -> None:
         self._options, self._token, self._slot, self._model = options, token, slot, model
+        self._join_again = join_again
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._computing = False
         self._progress = _Progress()
+        self._wanted_again = False  # the engine starts its workers again
         self._leaving = False  # this worker closes the connection itself
 
     def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
         """Serve the engine at an address until it ends this worker."""
         device = own_device(self._options)
-        connection = connect(address, wait_s, timeout_s)
-        connection.prove_as_worker(self._token)
+        connection = connect(address, self._token, wait_s, timeout_s)
         heartbeat = Heartbeat(connection, lambda: self._progress.count)
         connection.send(self._hello(device))
         threading.Thread(
@@ -111,6 +122,8 @@ class Worker:
             self._leaving = True
             heartbeat.end()
             connection.close()
+        if self._wanted_again:
+            self._leave(0)
 
     def _hello(self, device: DeviceSpec) -> Header:
         return {
@@ -123,29 +136,42 @@ class Worker:
         }
 
     def _receive(self, connection: Connection) -> None:
-        """Put messages into the inbox; end the process if the engine is gone.
+        """Put messages into the inbox; leave if the engine is gone or wants no more results.
 
         The main thread may wait for a neighbour that will never answer, so it cannot be asked.
         """
         try:
             while True:
                 message = connection.receive()
-                if message.header["type"] == "end":
+                kind = message.header["type"]
+                if kind == "end":
+                    self._wanted_again = bool(message.header["again"])
                     self._inbox.put(None)
                     if self._computing:  # nobody wants the rest
-                        os._exit(0)
+                        self._leave(0)
                     return
-                if message.header["type"] != "alive":
+                if kind != "alive":
                     self._inbox.put(message)
+                if kind == "refused":
+                    return
         except WireError as error:
             if not self._leaving:
                 log.error("worker: the engine is gone: %s", error)
-                os._exit(LOST)
+                self._wanted_again = True  # perhaps it is started again, too
+                self._leave(LOST)
+
+    def _leave(self, status: int) -> None:
+        """End this process from any thread, or replace it by one that joins the engine again."""
+        if self._wanted_again and self._join_again is not None:
+            self._join_again()
+        os._exit(status)
 
     def _serve(self, connection: Connection) -> None:
         message = self._inbox.get()
         if message is None:
             return
+        if message.header["type"] == "refused":
+            raise RefusedError(f"The engine refused this worker: {message.header['reason']}")
         order = LoadOrder.read(expect(message.header, "load"))
         self._computing = True
         stage, neighbours = self._load(order, connection)
@@ -279,21 +305,31 @@ def own_device(options: Options) -> DeviceSpec:
     return replace(device, worker=True, cores=cores)
 
 
-def connect(address: tuple[str, int], wait_s: float, timeout_s: float) -> Connection:
-    """Connect to an engine, which may not listen yet."""
+def connect(address: tuple[str, int], token: str, wait_s: float, timeout_s: float) -> Connection:
+    """Connect to an engine, which may not listen yet, and let both ends prove the token."""
     ends = time.monotonic() + wait_s
     while True:
         try:
-            end = socket.create_connection(address, timeout=timeout_s)
-            return Connection(end, timeout_s)
-        except OSError as error:
+            return _proved(
+                Connection(socket.create_connection(address, timeout_s), timeout_s), token
+            )
+        except (OSError, WireError) as error:
             if time.monotonic() > ends:
                 host, port = address
                 raise EngineGoneError(
-                    f"No engine answers at {host}:{port}: {error}.",
+                    f"No engine takes workers at {host}:{port}: {error}",
                     hint="Start headroom serve --workers there first, or raise --wait.",
                 ) from error
             time.sleep(RETRY_S)
+
+
+def _proved(connection: Connection, token: str) -> Connection:
+    try:
+        connection.prove_as_worker(token)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def planned(model: ModelDescription, order: LoadOrder) -> Plan:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed
 
 from headroom import __version__
-from headroom.errors import DeviceError, HeadroomError, OptionError
+from headroom.errors import DeviceError, OptionError
 from headroom.experts.placement import ExpertPlacement
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw, TokenMask
@@ -59,6 +59,9 @@ HERE = ("localhost", "127.0.0.1", "::1")
 START_S = 180.0  # seconds that a process of this machine has to start and to connect
 JOIN_S = 600.0  # seconds that workers of other machines have to connect
 POLL_S = 0.2
+END_S = 2.0  # seconds that workers have to end by themselves
+END_AFTER_LOSS_S = 0.2  # where one is lost: the others may wait for it
+MOST_GUESTS = 64  # connections that have not proved yet that they know the token
 # Seconds to wait for the exit of the worker that ended first, which explains the failure better.
 BETTER_REASON_S = 1.5
 REASON_POLL_S = 0.02
@@ -113,6 +116,7 @@ class _Worker:
     process: "subprocess.Popen[bytes] | None" = None  # None: somebody else has started it
     connection: Connection | None = None
     heartbeat: Heartbeat | None = None
+    reader: threading.Thread | None = None  # reads what the worker says once it loads
     pid: int = 0
     device: DeviceSpec | None = None
     report: LoadReport | None = None
@@ -158,6 +162,7 @@ class Workers:
         self._watched: tuple[object, ...] = ()  # the oldest step and how far it was, last looked at
         self._moved_at = 0.0  # time.monotonic() when that was seen to change
         self._order: tuple[Plan, ModelDescription, ExpertPlacement | None] | None = None
+        self._guests = threading.BoundedSemaphore(MOST_GUESTS)
         self.on_loss: Callable[[], None] = lambda: None  # called by a reader thread
 
     @property
@@ -195,7 +200,7 @@ class Workers:
                     worker.process = self._start_process(worker)
             self._accept_all(stop)
         except BaseException:
-            self._end_all()
+            self._end_all(again=bool(self._restarting))
             raise
         self._name_devices()
 
@@ -255,9 +260,9 @@ class Workers:
         """End all workers, start new ones, and let them load the same layers."""
         assert self._order is not None
         started = time.perf_counter()
-        self._end_all()
+        self._end_all(again=True)
         with self._changed:
-            self._lost, self._restarting = "", self._lost
+            self._lost, self._restarting = "", self._lost or self._restarting
         self.start(stop)
         plan, model, placement = self._order
         self.load(plan, model, placement, stop=stop)
@@ -312,7 +317,7 @@ class Workers:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._end_all()
+        self._end_all(again=False)
         self._listener.close()
 
     def _check(self) -> None:
@@ -377,24 +382,49 @@ class Workers:
                 end, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            try:
-                self._welcome(Connection(end, self._timeout_s))
-            except HeadroomError as error:
-                log.warning("workers: a connection was refused: %s", error)
-                end.close()
+            connection = Connection(end, self._timeout_s)
+            if not self._guests.acquire(blocking=False):
+                connection.close()
+                continue
+            # A stranger that says nothing must not keep the others waiting.
+            threading.Thread(
+                target=self._receive_guest, args=(connection,), name="headroom-guest", daemon=True
+            ).start()
+
+    def _receive_guest(self, connection: Connection) -> None:
+        """Give whoever has connected a place, or close the connection."""
+        try:
+            self._welcome(connection)
+        except Exception as error:  # whatever a stranger sends
+            log.warning("workers: a connection was refused: %s", error)
+            connection.close()
+        finally:
+            self._guests.release()
 
     def _welcome(self, connection: Connection) -> None:
         """Give a process that knows the token its place among the workers."""
+        connection.deadline = time.monotonic() + self._timeout_s
         connection.prove_as_engine(self._token)
         hello = expect(connection.receive().header, "hello")
+        connection.deadline = None
         if hello["version"] != __version__:
-            raise WireError(f"It has headroom {hello['version']}, this is {__version__}.")
-        worker = self._place_of(hello, connection.peer_address)
-        worker.connection, worker.pid = connection, int(hello["pid"])
-        worker.device = DeviceSpec(**hello["device"])
-        worker.heartbeat = Heartbeat(connection)
+            connection.refuse(
+                f"The worker has headroom {hello['version']}, the engine {__version__}."
+            )
+        pid, device = int(hello["pid"]), DeviceSpec(**hello["device"])
+        address = connection.peer_address
+        with self._changed:
+            if not self._workers:
+                raise WireError("No workers are being started now.")
+            worker = self._place_of(hello, address)
+            if worker is not None:
+                worker.connection, worker.pid, worker.device = connection, pid, device
+                worker.heartbeat = Heartbeat(connection)
+        if worker is None:
+            connection.refuse(f"--workers has no free place for {hello['host']} ({address}).")
 
-    def _place_of(self, hello: Mapping[str, Any], address: str) -> _Worker:
+    def _place_of(self, hello: Mapping[str, Any], address: str) -> _Worker | None:
+        """Return the free place of a process; None: there is none."""
         free = [worker for worker in self._workers if worker.connection is None]
         if hello["slot"] is not None:
             found = [x for x in free if x.number == hello["slot"] and x.process is not None]
@@ -404,9 +434,7 @@ class Workers:
                 for x in free
                 if x.process is None and (x.host == hello["host"] or address in _addresses(x.host))
             ]
-        if not found:
-            raise WireError(f"--workers has no free place for {hello['host']} ({address}).")
-        return found[0]
+        return found[0] if found else None
 
     def _name_devices(self) -> None:
         """Name the workers' devices apart, and divide the memory that several of them share."""
@@ -432,9 +460,10 @@ class Workers:
     # Watching
 
     def _read_in_thread(self, worker: _Worker, heard: Callable[[_Worker, Header], None]) -> None:
-        threading.Thread(
+        worker.reader = threading.Thread(
             target=self._read, args=(worker, heard), name="headroom-worker", daemon=True
-        ).start()
+        )
+        worker.reader.start()
 
     def _read(self, worker: _Worker, heard: Callable[[_Worker, Header], None]) -> None:
         """Take what a worker says, until its connection ends."""
@@ -453,7 +482,7 @@ class Workers:
                     break
                 with self._changed:
                     if worker not in self._workers:  # it is being ended, and others take over
-                        return
+                        continue
                     if kind == "result":
                         worker.times.add_told(header)
                         worker.done = int(header["step"])
@@ -543,24 +572,34 @@ class Workers:
             time.sleep(REASON_POLL_S)
         return worker, reason
 
-    def _end_all(self) -> None:
-        """End all worker processes, at once if they do not end by themselves."""
-        workers, self._workers = self._workers, []
+    def _end_all(self, *, again: bool) -> None:
+        """End all worker processes, at once if they do not end by themselves.
+
+        `again`: the engine starts its workers again, so that those started by hand should join.
+        """
+        with self._changed:
+            workers, self._workers = self._workers, []
         for worker in workers:
-            connection, worker.connection = worker.connection, None
             if worker.heartbeat is not None:
                 worker.heartbeat.end()
-            if connection is not None:
+            if worker.connection is not None:
                 with contextlib.suppress(WireError):
-                    connection.send({"type": "end"})
-                connection.close()
+                    worker.connection.send({"type": "end", "again": again})
+                worker.connection.end_sending()
+        ends = time.monotonic() + (END_S if not self._lost else END_AFTER_LOSS_S)
         for worker in workers:
             if worker.process is not None:
                 try:
-                    worker.process.wait(2.0 if not self._lost else 0.2)
+                    worker.process.wait(max(0.0, ends - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     worker.process.kill()
                     worker.process.wait()
+        for worker in workers:
+            # To close before all is read would end the connection before the worker has read "end".
+            if worker.reader is not None:
+                worker.reader.join(max(0.0, ends - time.monotonic()))
+            if worker.connection is not None:
+                worker.connection.close()
 
 
 class WorkerChain:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headroom.errors import DeviceError
 from headroom.split import wire
 from headroom.split.wire import Connection, Heartbeat, WireError
 
@@ -40,7 +41,7 @@ def together(*calls: Callable[[], object]) -> list[BaseException | None]:
     def run(number: int) -> None:
         try:
             calls[number]()
-        except WireError as error:
+        except DeviceError as error:
             errors[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
@@ -101,7 +102,7 @@ def test_only_who_knows_the_token_is_taken(pair: tuple[Connection, Connection]) 
     errors = together(
         lambda: engine.prove_as_engine(TOKEN), lambda: worker.prove_as_worker("another text")
     )
-    assert "does not know the token" in str(errors[0])
+    assert "has another token than the engine" in str(errors[0])
     assert "has another token" in str(errors[1])
     assert "HEADROOM_WORKER_TOKEN" in str(errors[1])
 

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ import numpy as np
 import pytest
 import torch
 
+from headroom import __version__
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import CapacityError, OptionError
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
+from headroom.machine.devices import detect_cpu
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.split.choice import make_worker_plan
-from headroom.split.wire import Connection, Heartbeat, WireError
+from headroom.split.wire import Connection, Heartbeat, RefusedError, WireError
+from headroom.split.worker import Worker, connect
 from headroom.split.workers import (
     HostWorkers,
     WorkerChain,
@@ -328,6 +331,100 @@ def test_the_worker_that_ended_first_is_named(others_end: str, named: str) -> No
     workers.close()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def start_by_hand(port: int, token: str = "t", *more: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "headroom", "worker", "--join", f"127.0.0.1:{port}"]
+    environment = os.environ | {"HEADROOM_WORKER_TOKEN": token, "HEADROOM_THREADS": "1"}
+    return subprocess.Popen([*command, *more], env=environment, stderr=subprocess.PIPE)
+
+
+def test_workers_that_were_started_by_hand_join_again_after_a_loss(path: Path) -> None:
+    port = free_port()
+    started = [start_by_hand(port) for _ in range(2)]
+    given = settings(
+        workers=f"{socket.gethostname()}:2", worker_address=f"127.0.0.1:{port}", worker_token="t"
+    )
+    with LLM(str(path), **given) as llm:
+        before = Asked(llm.engine, "before", 30).end()[1]
+        for number in range(2):
+            asked = stream_all(llm, f"by hand {number}")
+            lost = next(one for one in started if one.pid == pids(llm)[number])
+            lost.kill()
+            assert {one.end()[0].finish_reason for one in asked} == {"error"}
+            lost.communicate()
+            started[started.index(lost)] = start_by_hand(port)  # the other one joins by itself
+            assert Asked(llm.engine, f"after {number}", 30).end()[1] == before
+    for one in started:  # the end of the engine is final
+        assert one.communicate(timeout=20)[1] is not None
+        assert one.returncode == 0
+
+
+def test_a_worker_with_another_token_ends_and_says_so() -> None:
+    workers = Workers(Options(workers=f"{socket.gethostname()}:1", worker_token="t"))
+    port = workers._listener.getsockname()[1]
+    stranger = start_by_hand(port, "another")
+    with ThreadPoolExecutor() as pool:
+        stopped = threading.Event()
+        starting = pool.submit(workers.start, stopped.is_set)
+        told = stranger.communicate(timeout=60)[1].decode()
+        stopped.set()
+        with pytest.raises(WorkerLostError, match="shutting down"):
+            starting.result(timeout=10)
+    workers.close()
+    assert stranger.returncode == 1
+    assert "has another token than this worker" in told
+
+
+@pytest.mark.parametrize(
+    ("hello", "told"),
+    [
+        ({"version": "0.0"}, "The worker has headroom 0.0, the engine "),
+        ({"host": "elsewhere"}, "--workers has no free place for elsewhere"),
+    ],
+)
+def test_a_worker_that_is_refused_learns_why(hello: dict[str, str], told: str) -> None:
+    workers = Workers(Options(workers="known:1", worker_token="t"))
+    workers._workers = [_Worker(0, "known")]
+    device = asdict(detect_cpu())
+    own = {"type": "hello", "version": __version__, "slot": None, "host": "known", "pid": 1}
+    with ThreadPoolExecutor() as pool:
+        address = workers._listener.getsockname()[:2]
+        joined = pool.submit(connect, address, "t", 5.0, 5.0)
+        here = Connection(workers._listener.accept()[0], 5.0)
+        welcome = pool.submit(workers._welcome, here)
+        joined.result(timeout=10).send(own | {"device": device} | hello)
+        with pytest.raises(RefusedError, match=told):
+            welcome.result(timeout=10)
+        worker = Worker(Options(), "t")
+        pool.submit(worker._receive, joined.result())
+        with pytest.raises(RefusedError, match=told):
+            worker._serve(joined.result())
+        for connection in (here, joined.result()):
+            connection.close()
+    workers.close()
+
+
+def test_strangers_that_say_nothing_do_not_keep_workers_waiting() -> None:
+    workers = Workers(Options(workers="known:1", worker_token="t"))
+    address = workers._listener.getsockname()[:2]
+    with ExitStack() as strangers, ThreadPoolExecutor() as pool:
+        for _ in range(5):
+            strangers.enter_context(socket.create_connection(address))
+        starting = pool.submit(workers.start)
+        began = time.monotonic()
+        there = connect(address, "t", 5.0, 5.0)
+        hello = {"type": "hello", "version": __version__, "slot": None, "host": "known", "pid": 1}
+        there.send(hello | {"device": asdict(detect_cpu())})
+        starting.result(timeout=10)
+        assert time.monotonic() - began < 5  # each stranger has 6 seconds
+        there.close()
+    workers.close()
+
+
 @contextmanager
 def one_worker(workers: Workers) -> Iterator[Connection]:
     """Give an engine a worker that the test plays, over the connection that is returned."""
@@ -336,8 +433,8 @@ def one_worker(workers: Workers) -> Iterator[Connection]:
     workers._workers = [_Worker(0, "localhost", connection=here)]
     workers._read_in_thread(workers._workers[0], lambda worker, header: None)
     yield there
-    workers.close()
     there.close()
+    workers.close()
 
 
 @pytest.mark.parametrize("moves", [False, True])
@@ -350,11 +447,11 @@ def test_a_worker_that_beats_but_computes_nothing_is_lost(
     counter = itertools.count()
     with one_worker(workers) as there:
         beat = Heartbeat(there, lambda: next(counter) if moves else 7)
-        time.sleep(0.8)  # without a step nothing is expected
+        time.sleep(0.7)  # without a step nothing is expected
         assert workers.lost == ""
         workers.expect("step", 1, rows=2)
         if moves:
-            time.sleep(0.8)
+            time.sleep(1)
             assert workers.lost == ""
         else:
             with pytest.raises(
@@ -364,7 +461,8 @@ def test_a_worker_that_beats_but_computes_nothing_is_lost(
         beat.end()
 
 
-def test_closing_wakes_who_waits_for_an_answer() -> None:
+def test_closing_wakes_who_waits_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headroom.split.workers.END_S", 0.1)
     workers = Workers(Options(workers="1"))
     workers.expect("step", 1, rows=2)
     with ThreadPoolExecutor() as pool, one_worker(workers):
@@ -427,6 +525,7 @@ def test_what_a_worker_says_while_it_is_ended_is_dropped() -> None:
     workers.expect("rows", 1, 1)
     there.send({"type": "rows", "ask": 1}, [torch.ones(1)])
     there.send({"type": "result", "step": 1})
+    there.end_sending()
     workers._read(ended, lambda worker, header: None)
     assert workers._answers == {}
     for connection in (there, here):
