@@ -64,6 +64,7 @@ class AnswerDelta:
     stop_text: str | None = None  # with the last delta, if a stop text ended the answer
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, which an earlier request had computed
     generated_tokens: int = 0  # so far
     thought_tokens: int = 0  # so far: the part of the generated tokens that is thought
     timings: Timings = NO_TIME  # up to this delta
@@ -92,6 +93,7 @@ class Completion:
     finish_reason: FinishReason
     stop_text: str | None = None  # the stop text that ended the answer, if one did
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, which an earlier request had computed
     generated_tokens: int
     thought_tokens: int  # the part of the generated tokens that is thought
     logprobs: tuple[TokenLogprobs, ...]  # one per token id, if asked for
@@ -144,6 +146,7 @@ class AnswerReader:
             finish_reason=delta.finish_reason,
             stop_text=delta.stop_text,
             prompt_tokens=delta.prompt_tokens,
+            cached_tokens=delta.cached_tokens,
             generated_tokens=delta.generated_tokens,
             thought_tokens=delta.thought_tokens,
             timings=delta.timings,
@@ -174,6 +177,7 @@ class AnswerReader:
             stop_text=self._text.stop_text,
             error=event.error,
             prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
             generated_tokens=event.generated_tokens,
             thought_tokens=self._text.thought_tokens,
             timings=event.timings or NO_TIME,
@@ -232,6 +236,7 @@ def join_deltas(deltas: Sequence[AnswerDelta]) -> Completion:
         finish_reason=last.finish_reason,
         stop_text=last.stop_text,
         prompt_tokens=last.prompt_tokens,
+        cached_tokens=last.cached_tokens,
         generated_tokens=last.generated_tokens,
         thought_tokens=last.thought_tokens,
         logprobs=tuple(delta.logprobs for delta in deltas if delta.logprobs is not None),

@@ -165,12 +165,17 @@ class Options:
         "used often), counts, or static for none; auto measures which is best",
         choices=("auto", "static", "lru", "spare", "counts"),
     )
+    no_prefix_cache: bool = option(
+        False, "compute every prompt from its start, even if an earlier one began alike"
+    )
+    cache_ram: str | None = option(
+        None,
+        "host memory for snapshots of recurrent states and windows, as in 4GiB (default: up to a "
+        "sixteenth of it)",
+    )
     placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     draft: str | None = option(None, "draft model for speculative decoding", group="plan")
-    snapshots: str | None = option(
-        None, "host memory for snapshots of prefixes, as in 4GiB", group="plan"
-    )
     feature_dtype: str = option(
         "f32",
         "type of the hidden states kept for a draft model",

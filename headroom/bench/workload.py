@@ -53,6 +53,7 @@ class TimedRequest:
             params=params,
             stop_ids=frozenset(),
             constraint=constraint,
+            cache_key=None,  # every prompt is computed whole
         )
         self._wanted = 0
         self._call: Callable[[], None] | None = None

@@ -23,6 +23,7 @@ from headroom.engine.outputs import (
 )
 from headroom.engine.pages import PagePool
 from headroom.engine.pooling import NORM_ROWS, PooledRows
+from headroom.engine.prefixes import Prefixes
 from headroom.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -62,7 +63,8 @@ class Engine:
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
-        self._scheduler = Scheduler(limits, self._pool)
+        self._prefixes = Prefixes(pipeline, self._pool, settings)
+        self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
@@ -144,7 +146,9 @@ class Engine:
         memory = self._pipeline.memory()
         experts = self.upkeep.latest if self.upkeep is not None else None
         stages = self._pipeline.stage_times()
-        return self._counters.snapshot(self._scheduler, self._pool, live, memory, experts, stages)
+        return self._counters.snapshot(
+            self._scheduler, self._pool, live, memory, experts, stages, self._prefixes.counts
+        )
 
     def view_experts(self) -> "Future[ExpertView] | None":
         """Ask for the experts as they are after the step under way; None: the model has none."""
@@ -289,6 +293,7 @@ class Engine:
             turn.sequence.started_at = turn.sequence.started_at or now
         try:
             self._read_costs_before(turns)
+            self._start(turns)
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
             result = self._pipeline.step(batch, list_draws(outputs))
@@ -300,11 +305,19 @@ class Engine:
             if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
             turn.sequence.cached += turn.rows
+            self._prefixes.advance(turn.sequence)
         if not ahead:
             step.await_outputs()
         elif step.may_stay_unread:
             step.add_placeholders()
         return step
+
+    def _start(self, turns: list[Turn]) -> None:
+        """Let new sequences begin after their known prefixes, in the order of their admission."""
+        for sequence in (turn.sequence for turn in turns):
+            if sequence.starting:
+                self._prefixes.start(sequence)
+                sequence.starting = False
 
     def _draw_limited(self, step: LaunchedStep) -> bool:
         """Compute the masks of a launched step and let the device draw the tokens they limit.
@@ -392,6 +405,7 @@ class Engine:
         self._unread.clear()
         for sequence in list(self._scheduler.running):
             self._finish(sequence, "error", trouble)
+        self._prefixes.clear()
         for sequence in self._scheduler.waiting:
             sequence.awaited = False
         restarter.restart(lambda: self._closing)
@@ -420,6 +434,8 @@ class Engine:
         sequence.learn(output.token_index, token)
         if request.constraint is not None:
             request.constraint.advance(token)
+        if output.token_index == len(request.prompt):
+            self._prefixes.confirm(sequence)
         sequence.first_token_at = sequence.first_token_at or time.perf_counter()
         self._counters.generated_tokens += 1
         stops = token in request.stop_ids and not request.params.ignore_eos
@@ -435,6 +451,7 @@ class Engine:
                 prompt_logprobs=output.prompt_logprobs(),
                 finish_reason=reason,
                 prompt_tokens=len(request.prompt),
+                cached_tokens=sequence.reused or 0,
                 generated_tokens=sequence.generated,
                 timings=sequence.timings(),
             ),
@@ -450,7 +467,7 @@ class Engine:
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
         if event.finish_reason is not None:
-            self._scheduler.remove(sequence)
+            self._scheduler.remove(sequence, keep=event.finish_reason != "error")
             self._counters.finished[event.finish_reason] += 1
             event = self._with_costs(sequence, event)
             with self._changed:
@@ -497,6 +514,7 @@ def _end_of(sequence: Sequence, reason: FinishReason, error: str) -> TokenEvent:
         finish_reason=reason,
         error=error,
         prompt_tokens=len(sequence.request.prompt),
+        cached_tokens=sequence.reused or 0,
         generated_tokens=sequence.generated,
         timings=sequence.timings(),
     )

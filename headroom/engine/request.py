@@ -184,6 +184,8 @@ class GenerationRequest:
     stop_ids: frozenset[int]  # tokens that end an answer, unless ignore_eos
     constraint: TokenConstraint | None = None  # None: any token may come next
     pooling: Pooling | None = None  # how a vector of the prompt is made; None: an answer is wanted
+    # Requests share prefixes only with those of the same key; None: with no other request.
+    cache_key: str | None = ""
     # The engine adds the logprobs of the prompt's tokens here, if they are asked for. Requests for
     # several answers to one prompt share the list, so that they are computed and held once.
     prompt_logprobs: "list[TokenLogprobs | None]" = field(default_factory=list)
@@ -255,6 +257,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: str = ""  # with finish reason "error"
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, which an earlier request had computed
     generated_tokens: int = 0  # so far, this event's token included
     timings: Timings | None = None  # up to this event
     vector: "Vector | None" = None  # with the only event of a request with pooling

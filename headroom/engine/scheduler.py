@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from headroom.engine.pages import PagePool
+from headroom.engine.prefixes import Prefixes
 from headroom.engine.sequence import Sequence
 
 
@@ -27,9 +28,10 @@ class Turn:
 class Scheduler:
     """First come, first served; when pages run out, the newest sequence is preempted."""
 
-    def __init__(self, limits: Limits, pool: PagePool) -> None:
+    def __init__(self, limits: Limits, pool: PagePool, prefixes: Prefixes | None = None) -> None:
         self._limits = limits
         self._pool = pool
+        self._prefixes = prefixes  # None: every sequence begins with its first token
         self._state_slots = PagePool(limits.parallel)  # of recurrent states and window pages
         self.waiting: deque[Sequence] = deque()
         # In order of arrival: sequences start in the order of `waiting`, and a preempted sequence,
@@ -41,10 +43,13 @@ class Scheduler:
         """Queue a new sequence."""
         self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended, waiting or running, and free its pages."""
+    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Remove a sequence that has ended, waiting or running, and free its pages.
+
+        `keep`: its steps have succeeded, and what they computed may become a prefix.
+        """
         if sequence in self.running:
-            self._stop(sequence)
+            self._stop(sequence, keep=keep)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -68,7 +73,7 @@ class Scheduler:
             if decodes and not decode_rows:
                 continue
             decode_rows -= decodes
-            rows = 1 if decodes else min(sequence.pending, prompt_rows)
+            rows = 1 if decodes else self._prompt_rows(sequence, prompt_rows)
             if rows and self._give_pages(sequence, rows):
                 turns.append(Turn(sequence, rows))
                 prompt_rows -= 0 if decodes else rows
@@ -84,16 +89,26 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.awaited:  # it was preempted while its next token was being computed
             return None
+        if self._prefixes is not None:
+            self._prefixes.find(sequence)
         # Room for one token more than it has, so that its first decode step needs no new page.
-        if self._pages_for(len(sequence.tokens) + 1) > self._pool.free:
+        if self._pages_for(len(sequence.tokens) + 1) - len(sequence.pages) > self._pool.free:
+            if self._prefixes is not None:
+                self._prefixes.leave(sequence)
             return None
         self.waiting.popleft()
         sequence.state_slot = self._state_slots.take(1)[0]
+        sequence.starting = True
         self.running.append(sequence)
-        rows = min(sequence.pending, prompt_rows)
+        rows = self._prompt_rows(sequence, prompt_rows)
         given = self._give_pages(sequence, rows)
         assert given
         return Turn(sequence, rows)
+
+    def _prompt_rows(self, sequence: Sequence, most: int) -> int:
+        """Return how many of its prompt's next rows a sequence computes in this step."""
+        rows = min(sequence.pending, most)
+        return rows if self._prefixes is None else self._prefixes.rows(sequence, rows)
 
     def _give_pages(self, sequence: Sequence, rows: int) -> bool:
         """Give a running sequence pages for `rows` more tokens; False if it had to be preempted."""
@@ -109,17 +124,20 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back to the front of the queue; it will be computed again."""
-        self._stop(sequence)
+        self._stop(sequence, keep=True)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
-    def _stop(self, sequence: Sequence) -> None:
+    def _stop(self, sequence: Sequence, *, keep: bool) -> None:
         """Stop a running sequence and free its pages and its state slot; its tokens stay."""
+        if self._prefixes is not None:
+            self._prefixes.end(sequence, keep=keep and not sequence.starting)
         self.running.remove(sequence)
         self._state_slots.give_back([sequence.state_slot])
         self._pool.give_back(sequence.pages)
         sequence.pages = []
         sequence.cached = 0
+        sequence.prefix, sequence.starting = None, False
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._limits.page_size)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from headroom.engine.pooling import PooledRows
+from headroom.engine.prefix_cache import Prefix
 from headroom.engine.request import (
     GenerationRequest,
     Timings,
@@ -16,6 +17,14 @@ from headroom.engine.request import (
 )
 from headroom.split.stage_times import NamedTimes
 from headroom.split.upkeep import ExpertTelemetry
+
+
+class UnconfirmedSnapshot(NamedTuple):
+    """A snapshot whose step is launched and not read yet."""
+
+    slot: int
+    position: int  # tokens of the sequence
+    passing: bool  # on the way through its prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +44,13 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     _table: "_PageTable | None" = None  # of `pages`; None: not made yet
     state_slot: int = 0  # its number among the recurrent states and window pages
+    prefix: Prefix | None = None  # a known prefix that its first step begins after
+    starting: bool = False  # admitted, and nothing of it is launched yet
+    reused: int | None = None  # prompt tokens that it found in the prefix cache; None: not started
+    cuts: tuple[int, ...] | None = None  # where its prompt may be cut; None: not known yet
+    # Snapshots of steps that may still fail, and the token after which the last one was taken.
+    saved: "list[UnconfirmedSnapshot]" = field(default_factory=list)
+    last_saved: int = 0
     pooled: PooledRows | None = None  # None if the request wants an answer, not a vector
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # start of its first step

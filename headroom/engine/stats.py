@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headroom.engine.pages import PagePool
+from headroom.engine.prefixes import PrefixCounts
 from headroom.engine.scheduler import Scheduler
 from headroom.split.pipeline import DeviceMemory
 from headroom.split.stage_times import StageTimes
@@ -13,6 +14,8 @@ from headroom.split.upkeep import ExpertTelemetry
 
 # DeviceMemory and ExpertTelemetry are also exported here, for users of EngineStats.
 __all__ = ["Counters", "DeviceMemory", "EngineStats", "ExpertTelemetry"]
+
+NO_PREFIXES = PrefixCounts(0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,7 @@ class EngineStats:
     memory: Sequence[DeviceMemory]  # of this engine, one for each device
     experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
     stages: Sequence[tuple[str, StageTimes]] = ()  # by device; empty if there is one stage
+    prefixes: PrefixCounts = NO_PREFIXES
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class Counters:
         memory: Sequence[DeviceMemory],
         experts: ExpertTelemetry | None = None,
         stages: Sequence[tuple[str, StageTimes]] = (),
+        prefixes: PrefixCounts = NO_PREFIXES,
     ) -> EngineStats:
         """Return the counters as they are now; `live` is the number of requests not ended."""
         running = len(scheduler.running)
@@ -77,4 +82,5 @@ class Counters:
             memory=memory,
             experts=experts,
             stages=stages,
+            prefixes=prefixes,
         )

@@ -1,6 +1,8 @@
-"""The cache of one layer: pages of keys and values, or recurrent states."""
+"""The caches of layers: pages of keys and values, recurrent states, and snapshots of them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -10,6 +12,7 @@ from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.ops import PagedKv, RecurrentState, Span
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.batch import Batch
+from headroom.layers.host_memory import HostMemory
 from headroom.plan.settings import PlanSettings
 
 
@@ -32,6 +35,7 @@ class KvPages:
 
     kv: PagedKv
     ring: int = 0  # pages of one sequence; 0: the engine lends pages
+    window: int = 0  # tokens that a query sees; 0: all
 
     def view(self, batch: Batch) -> KvView:
         """Return the spans and KV slots of a step in this layer's pages."""
@@ -70,7 +74,8 @@ def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) ->
         v_type=values,
         page_size=settings.page_size,
     )
-    return KvPages(kv, ring=pages // settings.parallel if config.window else 0)
+    ring = pages // settings.parallel if config.window else 0
+    return KvPages(kv, ring, config.window or 0)
 
 
 def allocate_state(config: DeltaNetConfig, settings: PlanSettings, device: str) -> RecurrentState:
@@ -91,3 +96,133 @@ def _empty(kv_slots: int, heads: int, dim: int, quant: QuantType, device: str) -
             hint="Choose f16, bf16 or f32 as --kv-type.",
         )
     return torch.empty(kv_slots, heads, quant.bytes_for(dim), dtype=torch.uint8, device=device)
+
+
+class CacheMover(Protocol):
+    """Moves what caches hold of a sequence; of one stage, or of all."""
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether some layers have recurrent states or windows, which no page holds."""
+
+    def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
+        """Copy the state of a sequence that has `position` tokens to a snapshot's slot."""
+
+    def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
+        """Copy a snapshot that was taken after `position` tokens to the state of a sequence."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of keys and values in all layers that the engine lends pages to."""
+
+
+class StageCaches:
+    """The caches of a stage's layers, and host memory for snapshots of them.
+
+    A snapshot has what recurrent layers and layers with a window hold of one sequence. Pages that
+    the engine lends are not part of it. Copies are queued behind the steps launched so far, and
+    steps launched later see them.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[KvPages],
+        states: Sequence[RecurrentState],
+        snapshots: int,
+        *,
+        pin: bool,
+    ) -> None:
+        self._lent = [kv for own in pages if not own.ring for kv in (own.kv.keys, own.kv.values)]
+        self._page_size = pages[0].kv.page_size if pages else 0
+        self._states = [tensor for own in states for tensor in (own.memory, own.inputs)]
+        self._rings = [_Ring(own) for own in pages if own.ring]
+        one = [tensor[0] for tensor in self._states]
+        one += [part for ring in self._rings for part in ring.covered]
+        self.nbytes = size = snapshots * sum(part.nbytes for part in one)
+        self._memory = HostMemory(size, pin=pin) if size else None
+        memory = torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory.bytes
+        saved = _cut(memory, one, snapshots)
+        self._saved = saved[: len(self._states)]
+        for number, ring in enumerate(self._rings):
+            at = len(self._states) + 2 * number
+            ring.keys, ring.values = saved[at], saved[at + 1]
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether some layers hold something that no page holds."""
+        return bool(self._states or self._rings)
+
+    @torch.inference_mode()
+    def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
+        """Copy the state of a sequence that has `position` tokens to a snapshot."""
+        for saved, state in zip(self._saved, self._states, strict=True):
+            saved[snapshot].copy_(state[state_slot], non_blocking=True)
+        for ring in self._rings:
+            for there, here in ring.pieces(state_slot, snapshot, position):
+                there.copy_(here, non_blocking=True)
+
+    @torch.inference_mode()
+    def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
+        """Copy a snapshot that was taken after `position` tokens to the state of a sequence."""
+        for saved, state in zip(self._saved, self._states, strict=True):
+            state[state_slot].copy_(saved[snapshot], non_blocking=True)
+        for ring in self._rings:
+            for there, here in ring.pieces(state_slot, snapshot, position):
+                here.copy_(there, non_blocking=True)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of keys and values in all layers that the engine lends pages to."""
+        size = self._page_size
+        for kv in self._lent:
+            kv[target * size : (target + 1) * size].copy_(kv[source * size : (source + 1) * size])
+
+
+class _Ring:
+    """The pages of a layer with a window, and host memory for those that a window covers."""
+
+    keys: torch.Tensor  # of all snapshots
+    values: torch.Tensor
+
+    def __init__(self, pages: KvPages) -> None:
+        self._pages, self._size = pages, pages.kv.page_size
+        self._covered = ring_snapshot_pages(pages.window, pages.ring, self._size)
+
+    @property
+    def covered(self) -> list[torch.Tensor]:
+        """Keys and values of the shape that one snapshot has."""
+        rows = self._covered * self._size
+        return [self._pages.kv.keys[:rows], self._pages.kv.values[:rows]]
+
+    def pieces(
+        self, state_slot: int, snapshot: int, position: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parts of a snapshot, and where the sequence has them in its ring."""
+        end = -(-position // self._size)
+        first = max(0, end - self._covered)
+        ring, size = self._pages.ring, self._size
+        kinds = ((self.keys, self._pages.kv.keys), (self.values, self._pages.kv.values))
+        for saved, kv in kinds:
+            at = first
+            while at < end:
+                length = min(end - at, ring - at % ring)  # to the end of the ring
+                there = (at - first) * size
+                here = (state_slot * ring + at % ring) * size
+                yield (
+                    saved[snapshot, there : there + length * size],
+                    kv[here : here + length * size],
+                )
+                at += length
+
+
+def ring_snapshot_pages(window: int, ring: int, page_size: int) -> int:
+    """Return the pages of a ring that a snapshot has: those that the last window touches."""
+    return min(ring, -(-window // page_size) + 1)
+
+
+def _cut(memory: torch.Tensor, shapes: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """Return memory as `count` tensors of each shape, one shape after the other."""
+    sizes = [count * shape.nbytes for shape in shapes]
+    return [
+        part.view(shape.dtype).view(count, *shape.shape)
+        for part, shape in zip(torch.split(memory, sizes), shapes, strict=True)
+    ]

@@ -1,7 +1,7 @@
 """Layout: which device holds what, for settings that are all decided."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from headroom.machine.devices import DeviceKind, DeviceSpec
@@ -22,6 +22,7 @@ from headroom.plan.lines import (
     lookup_bytes,
     runtime_lines,
     snapshot_bytes,
+    snapshots_line,
     stage_lines,
 )
 from headroom.plan.settings import PlanRequest, PlanSettings, PlanStage
@@ -179,6 +180,16 @@ def _range_choices(
         yield from map(units.ranges, _rough_choices(stages, units, fixed_bytes))
 
 
+def _joined(lines: Sequence[Line]) -> list[Line]:
+    """Return lines of which those with the same name are one."""
+    joined: dict[str, Line] = {}
+    for line in lines:
+        known = joined.get(line.name)
+        size = line.bytes + (0 if known is None else known.bytes)
+        joined[line.name] = replace(line if known is None else known, bytes=size)
+    return list(joined.values())
+
+
 def _rough_choices(
     stages: Sequence[PlanStage], units: LayerUnits, fixed_bytes: FixedBytes
 ) -> Iterator[tuple[LayerRange, ...]]:
@@ -238,7 +249,7 @@ class _Builder:
         self._move_embeddings(lines, host_lines)
         for stage, own in zip(self.stages, lines, strict=True):
             if stage.device.holds_all and host_lines:  # the host's memory is this device's own
-                own += host_lines
+                own[:] = _joined([*own, *host_lines])
                 host_lines = []
         plans = tuple(self._device_plan(index, lines[index], hot[index]) for index in stages)
         host = self._host
@@ -372,10 +383,13 @@ class _Builder:
     def _other_host_lines(self) -> list[Line]:
         """Return the host's lines other than those of experts."""
         lines, first = [], self.stages[0]
-        if budget := self.request.snapshot_bytes:
-            each = snapshot_bytes(first.model, first.settings)
-            why = f"saved prefixes: {budget // each} of a whole context, {gib(each)} each"
-            lines.append(Line("snapshots", budget, why))
+        snapshots = sum(
+            stage.settings.snapshots * snapshot_bytes(self._layers(index), stage.settings)
+            for index, stage in enumerate(self.stages)
+            if not stage.device.holds_all
+        )
+        if snapshots:
+            lines.append(snapshots_line(snapshots, first.settings))
         if first.device.holds_all:
             return lines
         if not (first.model.tied and len(self.stages) == 1):

@@ -141,17 +141,19 @@ def logits_rows(settings: PlanSettings, request: PlanRequest) -> int:
     return max(rows, DECODE_ROWS) if settings.kernels == "cuda" else rows
 
 
-def snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:
-    """Return the bytes of one snapshot of a full context: KV pages, recurrent state, logits.
+def snapshot_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
+    """Return the bytes that one snapshot of a sequence has of some layers.
 
-    Of a layer with a window only the pages that the window covers are saved.
+    These are recurrent states, and of layers with a window the pages that the last window touches.
     """
-    total = model.vocab * F32_BYTES
-    for layer in model.layers:
-        seen = min(settings.context, layer.window) if layer.window else settings.context
-        token = kv_token_bytes(layer, settings.k_type, settings.v_type)
-        total += pages_for(seen) * settings.page_size * token
+    total = 0
+    for layer in layers:
         total += (layer.state_values + layer.conv_values) * F32_BYTES
+        if layer.kind == "window":
+            ring = settings.window_pages(layer.window) // settings.parallel
+            pages = min(ring, pages_for(layer.window) + 1)
+            token = kv_token_bytes(layer, settings.k_type, settings.v_type)
+            total += pages * settings.page_size * token
     return total
 
 
@@ -263,6 +265,8 @@ def stage_lines(
         staging_line(model, layer_range, settings),
         workspace_line(model, layers, device, settings, request),
     ]
+    if device.holds_all and (each := settings.snapshots * snapshot_bytes(layers, settings)):
+        lines.append(snapshots_line(each, settings))
     if request.draft is not None:
         why = f"{counted(settings.parallel, 'sequence')} x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
@@ -273,6 +277,12 @@ def stage_lines(
     if device.kind in ("cuda", "hip"):
         lines.append(_graphs_line(model, layers, device, settings))
     return lines
+
+
+def snapshots_line(size: int, settings: PlanSettings) -> Line:
+    """Return the line of all snapshots that host memory has room for."""
+    why = f"{counted(settings.snapshots, 'snapshot')} of recurrent states and windows"
+    return Line("snapshots", size, why)
 
 
 def _logits_line(

@@ -16,7 +16,7 @@ from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
-from headroom.plan.lines import core_bytes, embed_bytes, head_bytes
+from headroom.plan.lines import core_bytes, embed_bytes, head_bytes, snapshot_bytes
 from headroom.plan.predict import Prediction, predict
 from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, PlanStage, held_shape
 from headroom.plan.shape import ModelShape
@@ -34,6 +34,10 @@ from headroom.plan.solver import (
 from headroom.units import gib, parse_size
 
 COLD_CHUNKS = (2048, 1024, 512, 256)  # choices of prompt tokens per step if experts are cold
+# Snapshots for the prefix cache, unless --cache-ram says how much memory they may take.
+USUAL_SNAPSHOTS = 16
+SNAPSHOT_SHARE = 16  # they take at most one part in so many of host memory
+MOST_SNAPSHOTS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,7 @@ class PlanProblem:
             cold=options.cold,
             pin_experts=not options.no_pin,
             keep_host_copy=options.keep_host_copy,
+            prefix_cache=not options.no_prefix_cache,
         )
         stages = []
         for kind in self.kinds:
@@ -171,7 +176,16 @@ class PlanProblem:
                 worker=kind.device.worker,
             )
             stages.append(PlanStage(kind.device, settings, kind.model))
-        return tuple(stages)
+        snapshots = self._snapshots(stages)
+        return tuple(
+            PlanStage(x.device, replace(x.settings, snapshots=snapshots), x.model) for x in stages
+        )
+
+    def _snapshots(self, stages: Sequence[PlanStage]) -> int:
+        """Return how many snapshots the memory for them holds; each stage has its part of all."""
+        each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
+        request = self.request
+        return min(request.most_snapshots, request.snapshot_bytes // each) if each else 0
 
     @property
     def handover_type(self) -> str:
@@ -278,13 +292,16 @@ def make_plan(
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     kinds = tuple(StageKind.of(device, model, options) for device in stages)
-    request = _request(kinds[0].model, draft, len(stages), options)
+    request = _request(kinds[0].model, draft, devices, options)
     problem = PlanProblem(kinds, tuple(devices), options, common_precision(stages), request)
     if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
         check_expert_budget(problem.model.layers, problem.request.expert_bytes)
     ranges = open_ranges(options, model.context_limit, model.context_end)
     weights = "packed" if options.weights == "auto" else options.weights
     chosen = problem.solve(ranges, weights)
+    if chosen is None and options.cache_ram is None and request.snapshot_bytes:
+        problem = replace(problem, request=replace(request, snapshot_bytes=0))
+        chosen = problem.solve(ranges, weights)
     if chosen is None:
         raise _refusal(problem, ranges, weights)
     if options.weights == "auto" and _unpacks_well(problem, ranges, chosen):
@@ -313,6 +330,9 @@ def _with_cache(problem: PlanProblem, plan: Plan) -> Plan:
         why = f"no layer has slots for the experts of {LEAST_TOKENS} tokens"
     if not why:
         found = _plan(problem, plan.stages(keep_host_copy=True, expert_policy=policy))
+        if not found.fits and problem.options.cache_ram is None:  # slots are worth more
+            stages = plan.stages(keep_host_copy=True, expert_policy=policy, snapshots=0)
+            found = _plan(problem, stages)
         if found.fits and found.host.pinning is Pinning.PINNED:
             return found
         held = sum(line.bytes for line in found.host.lines if line.name == "cold_experts")
@@ -356,17 +376,29 @@ def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool
 
 
 def _request(
-    model: ModelShape, draft: ModelShape | None, stages: int, options: Options
+    model: ModelShape, draft: ModelShape | None, devices: Sequence[DeviceSpec], options: Options
 ) -> PlanRequest:
     budget = options.expert_budget
+    stages = sum(device.runs_layers for device in devices)
     return PlanRequest(
         split=parse_split(options.split, stages) if options.split else (),
         expert_bytes=parse_expert_budget(budget, model.expert_bytes) if budget else None,
         published_activation=options.activation_model == "published",
         draft=draft,
         feature_type=options.feature_dtype,
-        snapshot_bytes=parse_size(options.snapshots, "snapshots") if options.snapshots else 0,
+        snapshot_bytes=_snapshot_bytes(devices, options),
+        most_snapshots=MOST_SNAPSHOTS if options.cache_ram else USUAL_SNAPSHOTS,
     )
+
+
+def _snapshot_bytes(devices: Sequence[DeviceSpec], options: Options) -> int:
+    """Return the host memory that snapshots may take: as the user says, or a share of it."""
+    if options.no_prefix_cache:
+        return 0
+    if options.cache_ram:
+        return parse_size(options.cache_ram, "cache_ram")
+    host = next((device for device in devices if device.kind == "cpu"), None)
+    return 0 if host is None else host.total_bytes // SNAPSHOT_SHARE
 
 
 def _plan(

@@ -38,6 +38,8 @@ class PlanSettings:
     # How slots of a GPU change hands within steps: "auto" or one of experts.cache.POLICIES. All but
     # "static" need copies of hot experts.
     expert_policy: str = "static"
+    prefix_cache: bool = True  # keep the prefixes of requests for later ones
+    snapshots: int = 0  # of recurrent states and windows, in host memory
 
     @property
     def rows(self) -> int:
@@ -106,7 +108,8 @@ class PlanRequest:
     published_activation: bool = False  # take the published formula for the workspace
     draft: ModelShape | None = None
     feature_type: str = "f32"  # of the features that a draft reads
-    snapshot_bytes: int = 0  # host memory for saved prefixes
+    snapshot_bytes: int = 0  # most host memory for snapshots
+    most_snapshots: int = 0
 
 
 def pages_for(tokens: int) -> int:

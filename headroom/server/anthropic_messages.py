@@ -117,7 +117,7 @@ class MessageCall:
             "stop_details": None,
             "container": None,
             "usage": {
-                **_usage(self.answers.prompt_tokens, 0, 0),
+                **_usage(self.answers.prompt_tokens, 0, 0, 0),
                 "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
                 "service_tier": "standard",
                 "inference_geo": None,
@@ -134,7 +134,12 @@ class MessageCall:
                 "stop_details": None,
                 "container": None,
             },
-            "usage": _usage(last.prompt_tokens, last.generated_tokens, last.thought_tokens),
+            "usage": _usage(
+                last.prompt_tokens,
+                last.cached_tokens,
+                last.generated_tokens,
+                last.thought_tokens,
+            ),
         }
         if self.body.context_management is not None:
             ending["context_management"] = {"applied_edits": []}
@@ -151,12 +156,12 @@ class MessageCall:
         return "tool_use" if called else "end_turn"
 
 
-def _usage(prompt: int, generated: int, thoughts: int) -> dict[str, Any]:
-    """Return the token counts; those of the prompt cache are 0, because there is none."""
+def _usage(prompt: int, cached: int, generated: int, thoughts: int) -> dict[str, Any]:
+    """Return the token counts; input tokens are those that were not found in the cache."""
     return {
-        "input_tokens": prompt,
+        "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": cached,
         "output_tokens": generated,
         "output_tokens_details": {"thinking_tokens": thoughts},
         "server_tool_use": None,

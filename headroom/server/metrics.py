@@ -60,6 +60,8 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "requests_waiting": ("Requests in the queue", stats.requests_waiting),
         "cache_pages": ("Pages of the KV cache", stats.cache_pages_total),
         "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
+        "prefix_pages": ("Unused pages that keep prefixes for later", stats.prefixes.idle_pages),
+        "prefix_snapshots": ("Snapshots of states and windows", stats.prefixes.snapshots),
     }
     counters: dict[str, tuple[str, float]] = {
         "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
@@ -67,6 +69,11 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "steps": ("Steps computed", stats.steps),
         "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
         "step_seconds": ("Seconds spent in steps", stats.step_s),
+        "prompt_tokens_cached": ("Prompt tokens found in the cache", stats.prefixes.cached_tokens),
+        "prefix_hits": ("Requests that began after a known prefix", stats.prefixes.hits),
+        "prefix_misses": ("Requests without a known prefix", stats.prefixes.misses),
+        "prefix_pages_evicted": ("Pages of prefixes given up", stats.prefixes.evicted_pages),
+        "prefix_snapshots_evicted": ("Snapshots given up", stats.prefixes.evicted_snapshots),
     }
     for name, (text, value) in gauges.items():
         gauge = GaugeMetricFamily(f"headroom_{name}", text, labels=names)

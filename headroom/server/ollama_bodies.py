@@ -15,6 +15,7 @@ from headroom.server.offered_tools import OfferedTools, read_choice
 from headroom.server.openai_tools import ToolBody, ToolName, arguments_text
 from headroom.server.schemas import (
     Body,
+    CacheFields,
     CheckedBody,
     Number,
     check_stops,
@@ -147,7 +148,7 @@ class ModelBody(Body):
         return body
 
 
-class AnswerBody(ModelBody, CheckedBody):
+class AnswerBody(CacheFields, ModelBody, CheckedBody):
     """The fields that /api/chat and /api/generate share."""
 
     stream: bool | None = None  # left out: true

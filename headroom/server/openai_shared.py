@@ -174,6 +174,7 @@ def usage_and_timings(
     """Return `usage` and `timings` of all answers together; each prompt counts once."""
     times = [answer.timings for answer in answers]
     prompt = sum(answer.prompt_tokens for answer in answers[::choices_per_prompt])
+    cached = sum(answer.cached_tokens for answer in answers[::choices_per_prompt])
     generated = sum(answer.generated_tokens for answer in answers)
     thoughts = sum(answer.thought_tokens for answer in answers)
     prefill_s = max(time.prefill_s for time in times)
@@ -184,14 +185,15 @@ def usage_and_timings(
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": thoughts},
     }
     timings: dict[str, Any] = {
+        "cached_tokens": cached,
         "queue_ms": round(1000 * max(time.queue_s for time in times), 3),
         "prefill_ms": round(1000 * prefill_s, 3),
         "prefill_tokens_per_second": _rate(
-            sum(answer.prompt_tokens for answer in answers), prefill_s
+            sum(answer.prompt_tokens - answer.cached_tokens for answer in answers), prefill_s
         ),
         "decode_ms": round(1000 * decode_s, 3),
         "decode_tokens_per_second": _rate(decoded, decode_s),

@@ -31,9 +31,17 @@ class RequestRecord:
     id: str
     key: ApiKey | None = None  # the one that the client sent
     body_bytes: int = 0
+    # Its prompts share prefixes with those of the same cache key; None: with no other prompt.
+    cache_key: str | None = ""
     prompt_tokens: int = 0  # of every answer
     generated_tokens: int = 0
     first_token_at: float | None = None  # time.perf_counter()
+
+    @property
+    def prefix_key(self) -> str | None:
+        """The cache key of its prompts: different API keys never share a prefix."""
+        name = "" if self.key is None else self.key.name
+        return None if self.cache_key is None else f"{name}\0{self.cache_key}"
 
     def add_token(self) -> None:
         """Count a generated token."""

@@ -159,7 +159,6 @@ class ResponseBody(InputBody, GenerationBody):
     store: bool | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata)] = None
     service_tier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = None
 

@@ -39,6 +39,7 @@ MAX_CHOICES = 128  # answers to one prompt
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 SMALL_BODY_BYTES = 64 << 10  # larger bodies are parsed and checked in a thread
+MOST_KEY_LENGTH = 1024  # characters of a cache key
 BODY_S = 60.0  # seconds that a client has to send a whole body
 # What the model reads instead of a picture in a tool's result. Such a picture is not refused: the
 # client cannot change what the tool returned.
@@ -221,7 +222,19 @@ else:
     )
 
 
-class GenerationBody(SamplingFields, CheckedBody):
+class CacheFields(Body):
+    """The fields by which clients say which requests may share the beginnings of their prompts."""
+
+    cache_prompt: bool | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MOST_KEY_LENGTH)] | None = None
+
+    @property
+    def cache_key(self) -> str | None:
+        """The key of all prompts that share prefixes with this one's; None: there are none."""
+        return None if self.cache_prompt is False else self.prompt_cache_key or ""
+
+
+class GenerationBody(CacheFields, SamplingFields, CheckedBody):
     """The fields that chat and completions share; null counts as a field that is left out."""
 
     model: str | None = None
@@ -252,8 +265,11 @@ async def read_body(request: Request, schema: type[AnyBody], max_bytes: int) -> 
     _check_encoding(request)
     current_record().body_bytes = len(data)
     if len(data) <= SMALL_BODY_BYTES:
-        return _checked(data, schema)
-    body: AnyBody = await request.app.state.service.in_thread(_checked, data, schema)
+        body = _checked(data, schema)
+    else:
+        body = await request.app.state.service.in_thread(_checked, data, schema)
+    if isinstance(body, CacheFields):
+        current_record().cache_key = body.cache_key
     return body
 
 

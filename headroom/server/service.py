@@ -372,6 +372,8 @@ class Service:
                 param="n",
             )
         lease = self.shelf.hold_again(llm)
+        key = current_record().prefix_key
+        requests = [replace(request, cache_key=key) for request in requests]
         answers = Answers(llm, requests, self.metrics, new_parser, lease, only_prompts=only_prompts)
         self._running.add(answers)
         return answers

@@ -35,7 +35,7 @@ from headroom.layers.block import (
     PreNormBlock,
     SandwichBlock,
 )
-from headroom.layers.cache import KvPages, allocate_kv, allocate_state
+from headroom.layers.cache import KvPages, StageCaches, allocate_kv, allocate_state
 from headroom.layers.cuda_block import (
     CudaAttention,
     CudaBlock,
@@ -129,6 +129,7 @@ class _StageBuilder:
         self._router_tap = tap
         self._tap: StageTap | None = None
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
+        self._states: list[RecurrentState] = []
 
     def build(self, placement: ExpertPlacement | None) -> Model:
         """Load all weights, in the order in which a step uses them."""
@@ -147,6 +148,7 @@ class _StageBuilder:
         if self._router_tap is not None and self._routing is not None:
             self._tap = self._router_tap.open(self._tap_site(self._routing))
         blocks = [self._build_layer(layer) for layer in layers]
+        caches = self._open_caches()
         return Model(
             embedding=None if table is None else Embedding(table, source.case, config.embed_scale),
             blocks=blocks,
@@ -157,7 +159,21 @@ class _StageBuilder:
             routing=self._routing,
             tap=self._tap,
             cold_experts=self._cold_experts,
+            caches=caches,
         )
+
+    def _open_caches(self) -> StageCaches:
+        """Return the caches of all layers, with memory for snapshots if those need any."""
+        settings = self._settings
+        caches = StageCaches(
+            list(self._pages.values()),
+            self._states,
+            settings.snapshots,
+            pin=self._device.kind == "cuda" and settings.pin_experts,
+        )
+        if caches.nbytes:
+            self._source.count("snapshots", caches.nbytes)
+        return caches
 
     def _load_token_table(self) -> Weight:
         """Load the table of token embeddings; a tied head on this device reads it, too."""
@@ -355,6 +371,7 @@ class _StageBuilder:
     def _state(self, mixer: DeltaNetConfig, get: WeightSource) -> RecurrentState:
         state = allocate_state(mixer, self._settings, get.case.torch_device)
         get.count("recurrent_state", state.nbytes)
+        self._states.append(state)
         return state
 
     def _kv_pages(self, mixer: AttentionConfig, layer: _Layer) -> KvPages:

@@ -18,6 +18,7 @@ from headroom.kernels.cuda.compile import WantedKernel, compile_ahead, rehearsal
 from headroom.kernels.cuda.matmul import refuses_type
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
+from headroom.layers.cache import CacheMover
 from headroom.layers.draws import DeviceSampler, Draw, TokenMask, copy_event
 from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
@@ -197,6 +198,11 @@ class GpuStage:
         return self._model.routing
 
     @property
+    def caches(self) -> CacheMover:
+        """Moves what the stage's caches hold of a sequence."""
+        return self._model.caches
+
+    @property
     def store(self) -> ExpertStore | None:
         """Where each expert of this stage is; None if no expert is cold."""
         return self._model.store
@@ -246,6 +252,8 @@ class GpuStage:
             report(sources + len(runs), sources + len(runs))
             if self._model.routing is not None:
                 self._model.routing.clear()
+            if self._model.cold_experts is not None:
+                self._model.cold_experts.restart()
 
     def _rehearse(self, runs: Sequence[Callable[[], object]]) -> set[WantedKernel]:
         """Return the kernels that some runs ask for, which are not launched.

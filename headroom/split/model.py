@@ -13,6 +13,7 @@ from headroom.experts.taps import StageTap
 from headroom.kernels.cuda.sizes import is_decode
 from headroom.layers.batch import Batch
 from headroom.layers.block import Block
+from headroom.layers.cache import StageCaches
 from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.modules import Embedding, Head
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs
@@ -49,6 +50,7 @@ class Model:
         routing: RoutingStats | None = None,
         tap: StageTap | None = None,
         cold_experts: ColdExperts | None = None,
+        caches: StageCaches | None = None,
     ) -> None:
         self._embedding = embedding
         self._blocks = blocks
@@ -59,6 +61,7 @@ class Model:
         self.routing = routing  # how often each expert was picked; None: no experts in this stage
         self.tap = tap  # records or replaces the picks of the stage's routers; usually None
         self.cold_experts = cold_experts  # None if no expert is cold
+        self.caches = caches or StageCaches((), (), 0, pin=False)
         # Computes cold experts on the CPU for a GPU; None if no layer asks for it.
         worker = None if cold_experts is None else cold_experts.start()
         self.decode_worker: DecodeWorker | None = worker

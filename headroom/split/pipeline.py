@@ -182,6 +182,26 @@ class Pipeline:
         for stage in self._stages:
             stage.close()
 
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether some layers have recurrent states or windows, which no page holds."""
+        return any(stage.caches.needs_snapshots for stage in self._stages)
+
+    def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
+        """Copy the state of a sequence that has `position` tokens to a snapshot's slot."""
+        for stage in self._stages:
+            stage.caches.save_state(state_slot, snapshot, position)
+
+    def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
+        """Copy a snapshot that was taken after `position` tokens to the state of a sequence."""
+        for stage in self._stages:
+            stage.caches.load_state(snapshot, state_slot, position)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page of keys and values in all layers that the engine lends pages to."""
+        for stage in self._stages:
+            stage.caches.copy_page(source, target)
+
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how to draw its token, if at all.
 

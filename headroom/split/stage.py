@@ -9,6 +9,7 @@ import torch
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
+from headroom.layers.cache import CacheMover
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.model import HandedRows, Model
 from headroom.split.stage_times import NamedTimes, StageTimes
@@ -79,6 +80,10 @@ class Stage(Protocol):
     @property
     def routing(self) -> RoutingStats | None:
         """How often each expert of this stage was picked; None without experts."""
+
+    @property
+    def caches(self) -> CacheMover:
+        """Moves what the stage's caches hold of a sequence."""
 
     @property
     def store(self) -> ExpertStore | None:
@@ -175,6 +180,11 @@ class CpuStage:
     def routing(self) -> RoutingStats | None:
         """How often each expert of this stage was picked; None without experts."""
         return self._model.routing
+
+    @property
+    def caches(self) -> CacheMover:
+        """Moves what the stage's caches hold of a sequence."""
+        return self._model.caches
 
     @property
     def store(self) -> ExpertStore | None:

@@ -120,7 +120,7 @@ def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None
         "--ram", "64GiB", "--context", "4096", "--parallel", "2", "--k-type", "q5_1",
         "--v-type", "q4_0", "--chunk", "256", "--split", "1,1,2", "--activation-dtype", "f32",
         "--activation-model", "published", "--draft", "qwen3.6-27b-dflash",
-        "--feature-dtype", "q8_0", "--snapshots", "4GiB",
+        "--feature-dtype", "q8_0", "--cache-ram", "4GiB",
     )  # fmt: skip
     settings = report["settings"]
     assert [settings[key] for key in ("context", "parallel", "chunk", "k_type", "v_type")] == [
@@ -294,7 +294,7 @@ def test_three_ways_out_are_named_and_each_of_them_fits(
         (["--ram", "0GiB"], "--ram is '0GiB'"),
         (["--ram", "-1GiB"], "is not a size"),
         (["--expert-budget", "101%"], "--expert-budget is '101%'. Write 0% to 100%"),
-        (["--snapshots", "many"], "is not a size"),
+        (["--cache-ram", "many"], "is not a size"),
         (["--split", "1,2"], "--split has 2 shares for 1 devices"),
         (["--split", "0"], "--split is '0'. Write positive numbers"),
         (["--draft", "qwen3-0.6b"], "is not a draft"),

@@ -139,7 +139,9 @@ class Resting(Often):
 
 
 def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer() -> None:
-    engine = host_engine(TableModel(), settings(cache_tokens=320, context=256, chunk=256))
+    engine = host_engine(
+        TableModel(), settings(cache_tokens=320, context=256, chunk=256, prefix_cache=False)
+    )
     engine.upkeep = upkeep = Resting(engine)  # type: ignore[assignment]
     # Five pages of 64: both prompts take two, and only one of the two answers can have a third.
     first, second = (submit(engine, name, PARAMS, length=120) for name in ("a", "b"))

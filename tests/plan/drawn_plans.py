@@ -46,7 +46,7 @@ def drawn_plans(draw: st.DrawFn) -> Plan:
         cold=draw(st.sampled_from(["auto", "drop"])),
         no_pin=draw(st.booleans()),
         keep_host_copy=draw(st.booleans()),
-        snapshots=draw(st.sampled_from([None, "1GiB"])),
+        cache_ram=draw(st.sampled_from([None, "1GiB"])),
         activation_model=draw(st.sampled_from(["own", "published"])),
         weights=draw(st.sampled_from(["auto", "unpacked"])),
     )

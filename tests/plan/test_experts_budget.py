@@ -106,7 +106,7 @@ def test_sizes_of_devices_are_refused_by_their_names(setting: str) -> None:
 
 def test_a_size_of_snapshots_is_refused_by_its_name() -> None:
     with pytest.raises(
-        OptionError, match=r"--snapshots is '4', a number without a unit"
+        OptionError, match=r"--cache-ram is '4', a number without a unit"
     ) as refused:
-        planned(laguna(), 24, snapshots="4")
-    assert refused.value.param == "snapshots"
+        planned(laguna(), 24, cache_ram="4")
+    assert refused.value.param == "cache_ram"

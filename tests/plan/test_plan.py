@@ -3,12 +3,14 @@
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from headroom.errors import OptionError
 from headroom.kernels.cuda.sampler_tables import sampler_bytes
 from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.plan.experts import bounce_bytes
 from headroom.plan.known import known_shape
@@ -441,12 +443,46 @@ def test_pinning_is_known_wherever_the_lines_of_cold_experts_are() -> None:
 
 
 def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
-    options = Options(snapshots="2GiB", context=4096, parallel=1)
+    options = Options(cache_ram="2GiB", context=4096, parallel=1)
     plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
     (line,) = (line for line in plan.host.lines if line.name == "snapshots")
-    each = 4096 * 65536 + 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
-    assert line.bytes == 2 * GIB
-    assert line.why == f"saved prefixes: {2 * GIB // each} of a whole context, 406.6 MiB each"
+    each = 150_994_944 + 48 * 3 * 10240 * 4
+    assert line.bytes == 2 * GIB // each * each
+    assert line.why == f"{2 * GIB // each} snapshots of recurrent states and windows"
+
+
+def test_snapshots_take_a_share_of_host_memory_and_are_left_out_where_they_would_not_fit() -> None:
+    def snapshots(memory: DeviceSpec, **options: Any) -> int:
+        chosen = Options(context=4096, parallel=1, **options)
+        return make_plan([known_shape("qwen3.6-27b")], [gpu(24), memory], chosen).settings.snapshots
+
+    each = 150_994_944 + 48 * 3 * 10240 * 4
+    assert snapshots(host(64)) == 16
+    assert snapshots(host(16)) == GIB // each
+    assert snapshots(host(64), no_prefix_cache=True) == 0
+    assert snapshots(host(64), cache_ram="100MiB") == 0
+    for policy in ("static", "auto"):
+        cold = Options(context=4096, parallel=1, expert_policy=policy)
+        full = make_plan([laguna()], [gpu(6), host(64)], replace(cold, cache_ram="1MiB"))
+        needed = sum(line.bytes for line in full.host.lines)
+        short = replace(host(1), total_bytes=needed, available_bytes=needed)
+        plan = make_plan([laguna()], [gpu(6), short], cold)
+        assert plan.settings.snapshots == 0
+        assert plan.settings.expert_policy == full.settings.expert_policy == policy
+
+
+def test_two_stages_of_one_host_have_each_their_part_of_all_snapshots() -> None:
+    options = Options(context=4096, parallel=1, cache_ram="4GiB")
+    whole = make_plan([known_shape("qwen3.6-27b")], [cpu(64)], options)
+    halves = make_plan([known_shape("qwen3.6-27b")], [cpu(64), cpu(64)], options)
+    mixed = make_plan(
+        [known_shape("qwen3.6-27b")], [gpu(24), cpu(64)], replace(options, split="2,1")
+    )
+    for plan in (halves, mixed):
+        parts = [x.bytes for device in plan.devices for x in device.lines if x.name == "snapshots"]
+        total = [x.bytes for x in whole.devices[0].lines if x.name == "snapshots"]
+        assert plan.settings.snapshots == whole.settings.snapshots > 0
+        assert sum(parts) == sum(total)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,12 @@ def test_a_device_of_exactly_the_planned_size_fits_and_one_byte_less_does_not() 
 
 def test_host_memory_of_exactly_the_planned_size_fits_and_one_byte_less_does_not() -> None:
     options = Options(
-        context=4096, parallel=1, chunk=512, expert_budget="30%", expert_policy="static"
+        context=4096,
+        parallel=1,
+        chunk=512,
+        expert_budget="30%",
+        expert_policy="static",
+        cache_ram="1GiB",
     )
 
     def planned(size: int) -> Plan:

@@ -11,7 +11,6 @@ from headroom.split.choice import make_run_plan
 
 GIVEN = {
     "draft": "x",
-    "snapshots": "4GiB",
     "feature_dtype": "f16",
     "activation_model": "published",
 }

@@ -5,6 +5,7 @@ import torch
 from headroom.engine.engine import Engine
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, GpuBatch
+from headroom.layers.cache import StageCaches
 from headroom.layers.draws import DeviceSampler
 from headroom.plan.settings import PlanSettings
 from headroom.split.gpu_stage import Captured, GpuStage
@@ -32,6 +33,7 @@ class TableModel:
     store = None
     cold_experts = None
     decode_worker = None
+    caches = StageCaches((), (), 0, pin=False)
 
     def __init__(self, capturable: bool = True) -> None:
         self.capturable = capturable

@@ -30,7 +30,6 @@ from headroom.plan.lines import (
     logits_rows,
     lookup_bytes,
     outer_bytes,
-    snapshot_bytes,
 )
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
@@ -369,8 +368,8 @@ def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    each = snapshot_bytes(place.model, place.settings)
-    yield _plain(line.bytes, "by --snapshots", f"a whole context takes {each:,}")
+    count = place.settings.snapshots
+    yield Term((Factor(count, "snapshot"), Factor(line.bytes // count, "byte")), note=line.why)
 
 
 def _graphs(plan: Plan, place: Place, line: Line) -> Iterator[Term]:

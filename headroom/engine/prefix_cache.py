@@ -1,0 +1,258 @@
+"""PrefixCache: which prefixes of earlier requests the KV pages and snapshots still hold."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from headroom.engine.pages import PagePool
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """What recurrent layers and layers with a window hold after a prefix, which no page holds.
+
+    The prefix ends `tail` tokens after the last full page. Their keys and values are in the first
+    rows of `tail_page`.
+    """
+
+    slot: int  # where each stage keeps its part
+    position: int  # tokens of the prefix
+    node: "_Page"  # the last full page of the prefix
+    tail: Tokens
+    tail_page: int | None  # None: the prefix ends with a full page
+    passing: bool  # saved on the way through a long prompt, not where a prompt or an answer ended
+    used: int  # when it was last used
+
+
+@dataclass(slots=True, eq=False)
+class _Page:
+    """A full page of known tokens after those of its parent; a root stands before all pages."""
+
+    parent: "_Page | None"
+    tokens: Tokens
+    page: int  # -1 for a root
+    end: int  # tokens up to the end of the page
+    used: int = 0  # when it was last used
+    children: "dict[Tokens, _Page]" = field(default_factory=dict)
+    snapshots: dict[Tokens, Snapshot] = field(default_factory=dict)  # by their tail
+    dropped: bool = False
+    key: str = ""  # of a root: the key of its prefixes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The longest known prefix of a prompt."""
+
+    tokens: int
+    pages: list[int]  # its full pages
+    snapshot: Snapshot | None = None  # None: the model's layers have pages alone
+
+
+class PrefixCache:
+    """Finds the longest known prefix of a prompt, and gives up what was not used for longest.
+
+    Prefixes with different keys have nothing in common. With `snapshot_slots` of None all layers
+    keep their tokens in pages, so a prefix may end with any full page. Otherwise it must end where
+    a snapshot was taken.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, snapshot_slots: int | None = None) -> None:
+        self._pool, self._page_size = pool, page_size
+        self.needs_snapshots = snapshot_slots is not None
+        self._free_slots = list(range((snapshot_slots or 0) - 1, -1, -1))
+        self._roots: dict[str, _Page] = {}
+        self._snapshots: list[Snapshot] = []
+        self._clock = count(1)
+        self._order = count()  # breaks ties in the heap
+        self._heap: list[tuple[int, int, _Page]] = []  # leaves by last use; some entries are stale
+        self.evicted_pages = 0
+        self.evicted_snapshots = 0
+        pool.evict = self._evict_pages
+
+    @property
+    def snapshots(self) -> int:
+        """How many snapshots there are."""
+        return len(self._snapshots)
+
+    def find(self, key: str, tokens: Sequence[int], most: int) -> Prefix | None:
+        """Return the longest known prefix of at most `most` tokens; None: there is none.
+
+        Its pages count as used now. The caller shares them before it takes other pages.
+        """
+        path = list(self._walk(key, tokens, most))
+        if not path:
+            return None
+        snapshot = self._deepest_snapshot(path, tokens, most) if self.needs_snapshots else None
+        if self.needs_snapshots and snapshot is None:
+            return None
+        last = path[-1] if snapshot is None else snapshot.node
+        if snapshot is None and not last.end:
+            return None
+        now = next(self._clock)
+        if snapshot is not None:
+            snapshot.used = now
+        pages = []
+        for node in path[1 : path.index(last) + 1]:
+            node.used = now
+            pages.append(node.page)
+        self._offer(last)
+        return Prefix(last.end if snapshot is None else snapshot.position, pages, snapshot)
+
+    def keep(self, key: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Keep the full pages of a prefix, which a sequence has filled and still uses."""
+        if len(tokens) >= self._page_size:
+            self._add(key, tokens, pages)
+
+    def take_snapshot_slot(self) -> int | None:
+        """Return a slot for a snapshot that is about to be taken; None if there is none."""
+        if not self._free_slots and self._snapshots:
+            self._drop_snapshot(self._least_wanted())
+        return self._free_slots.pop() if self._free_slots else None
+
+    def give_back_snapshot_slot(self, slot: int) -> None:
+        """Take a slot back whose snapshot does not become a prefix."""
+        self._free_slots.append(slot)
+
+    def keep_snapshot(
+        self, key: str, tokens: Sequence[int], pages: Sequence[int], slot: int, *, passing: bool
+    ) -> None:
+        """Keep a prefix with the state after its last token, and the pages of the sequence."""
+        node = self._add(key, tokens, pages)
+        tail = tuple(tokens[node.end :])
+        if tail in node.snapshots:
+            node.snapshots[tail].used = next(self._clock)
+            self.give_back_snapshot_slot(slot)
+            return
+        tail_page = pages[node.end // self._page_size] if tail else None
+        if tail_page is not None:
+            self._pool.keep(tail_page)
+        now = next(self._clock)
+        snapshot = Snapshot(slot, len(tokens), node, tail, tail_page, passing, now)
+        node.snapshots[tail] = snapshot
+        self._snapshots.append(snapshot)
+
+    def clear(self) -> None:
+        """Forget all prefixes."""
+        for snapshot in list(self._snapshots):
+            self._drop_snapshot(snapshot)
+        for root in self._roots.values():
+            for node in list(_below(root)):
+                node.dropped = True
+                self._pool.drop(node.page)
+        self._roots.clear()
+        self._heap.clear()
+
+    def _walk(self, key: str, tokens: Sequence[int], most: int) -> "Iterator[_Page]":
+        """Yield the root and the known full pages within the first `most` tokens."""
+        node = self._roots.get(key)
+        while node is not None:
+            yield node
+            end = node.end + self._page_size
+            if end > most:
+                return
+            node = node.children.get(tuple(tokens[node.end : end]))
+
+    def _deepest_snapshot(
+        self, path: "Sequence[_Page]", tokens: Sequence[int], most: int
+    ) -> Snapshot | None:
+        for node in reversed(path):
+            fitting = [
+                snapshot
+                for tail, snapshot in node.snapshots.items()
+                if snapshot.position <= most and tuple(tokens[node.end : snapshot.position]) == tail
+            ]
+            if fitting:
+                return max(fitting, key=lambda snapshot: snapshot.position)
+        return None
+
+    def _add(self, key: str, tokens: Sequence[int], pages: Sequence[int]) -> "_Page":
+        """Make nodes of the full pages of a prefix; return the last one."""
+        node = self._roots.get(key)
+        if node is None:
+            node = self._roots[key] = _Page(None, (), -1, 0, key=key)
+        now, size = next(self._clock), self._page_size
+        for number in range(len(tokens) // size):
+            own = tuple(tokens[number * size : (number + 1) * size])
+            child = node.children.get(own)
+            if child is None:
+                child = _Page(node, own, pages[number], (number + 1) * size)
+                node.children[own] = child
+                self._pool.keep(child.page)
+            child.used = now
+            node = child
+        self._offer(node)
+        return node
+
+    def _offer(self, node: "_Page") -> None:
+        """Let a page be given up, when it has no children and is not used."""
+        if node.parent is not None and not node.children:
+            heapq.heappush(self._heap, (node.used, next(self._order), node))
+
+    def _evict_pages(self, wanted: int) -> None:
+        """Make `wanted` idle pages free, those first that were not used for longest."""
+        free = self._pool.free - self._pool.idle
+        goal = free + wanted
+        while self._pool.free - self._pool.idle < goal and self._pool.idle:
+            node = self._pop_leaf()
+            if node is not None:
+                self._drop_page(node)
+            elif self._snapshots:  # only pages after the last full one are left
+                self._drop_snapshot(self._least_wanted())
+
+    def _pop_leaf(self) -> "_Page | None":
+        """Return the unused page without children that was not used for longest; None: none."""
+        for _ in range(2):
+            while self._heap:
+                used, _, node = heapq.heappop(self._heap)
+                current = not node.dropped and not node.children and node.used == used
+                if current and not self._pool.is_used(node.page):
+                    return node
+            # Pages that were in use when their turn came are no longer in the heap.
+            for root in self._roots.values():
+                for node in _below(root):
+                    if not self._pool.is_used(node.page):
+                        self._offer(node)
+        return None
+
+    def _drop_page(self, node: "_Page") -> None:
+        for snapshot in list(node.snapshots.values()):
+            self._drop_snapshot(snapshot)
+        parent = node.parent
+        assert parent is not None
+        node.dropped = True
+        del parent.children[node.tokens]
+        self._pool.drop(node.page)
+        self.evicted_pages += 1
+        self._offer(parent)
+        self._drop_empty_root(parent)
+
+    def _drop_snapshot(self, snapshot: Snapshot) -> None:
+        self._snapshots.remove(snapshot)
+        del snapshot.node.snapshots[snapshot.tail]
+        if snapshot.tail_page is not None:
+            self._pool.drop(snapshot.tail_page)
+        self._free_slots.append(snapshot.slot)
+        self.evicted_snapshots += 1
+        self._drop_empty_root(snapshot.node)
+
+    def _drop_empty_root(self, node: "_Page") -> None:
+        if node.parent is None and not node.children and not node.snapshots:
+            self._roots.pop(node.key, None)
+
+    def _least_wanted(self) -> Snapshot:
+        """Return the snapshot to give up: the oldest, or the oldest passing one of too many."""
+        passing = [snapshot for snapshot in self._snapshots if snapshot.passing]
+        those = passing if 2 * len(passing) > len(self._snapshots) else self._snapshots
+        return min(those, key=lambda snapshot: snapshot.used)
+
+
+def _below(root: "_Page") -> "Iterator[_Page]":
+    """Yield all pages after a root."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children.values()

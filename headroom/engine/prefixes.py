@@ -1,0 +1,206 @@
+"""Prefixes: keeps what requests have computed, and lets later requests begin after it."""
+
+import logging
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from headroom.engine.pages import PagePool
+from headroom.engine.prefix_cache import PrefixCache
+from headroom.engine.sequence import Sequence, UnconfirmedSnapshot
+from headroom.layers.cache import CacheMover
+from headroom.plan.settings import PlanSettings
+
+log = logging.getLogger(__name__)
+
+PASSING_SNAPSHOTS = 8  # most snapshots on the way through one prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCounts:
+    """What the prefix cache has done since the engine started."""
+
+    cached_tokens: int  # prompt tokens that needed no computing
+    hits: int  # requests whose prompt began with a known prefix
+    misses: int  # requests that could have used a prefix, but none was known
+    idle_pages: int  # pages that hold prefixes and that no request uses now
+    snapshots: int
+    evicted_pages: int
+    evicted_snapshots: int
+
+
+class Prefixes:
+    """The prefix cache of an engine; only the engine's thread uses it.
+
+    A request's prompt is kept when its first token is read, since its steps have succeeded then.
+    The answer is kept when the request ends. A model with recurrent layers or windows continues
+    only from a snapshot: there is one at the end of prompts and answers, and at some cuts of long
+    prompts. Cuts depend on the tokens before them alone, so that two prompts with the same
+    beginning have the same cuts there.
+    """
+
+    def __init__(self, mover: CacheMover, pool: PagePool, settings: PlanSettings) -> None:
+        self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
+        self._needs_snapshots = mover.needs_snapshots
+        self.works = settings.prefix_cache and (settings.snapshots > 0 or not self._needs_snapshots)
+        slots = settings.snapshots if self._needs_snapshots else None
+        self._pool = pool
+        self._cache = PrefixCache(pool, self._page_size, slots)
+        self._cached_tokens = self._hits = self._misses = 0
+
+    @property
+    def counts(self) -> PrefixCounts:
+        """What the cache has done."""
+        cache = self._cache
+        return PrefixCounts(
+            cached_tokens=self._cached_tokens,
+            hits=self._hits,
+            misses=self._misses,
+            idle_pages=self._pool.idle,
+            snapshots=cache.snapshots,
+            evicted_pages=cache.evicted_pages,
+            evicted_snapshots=cache.evicted_snapshots,
+        )
+
+    def find(self, sequence: Sequence) -> None:
+        """Let a sequence that is about to start share the pages of its longest known prefix.
+
+        At least one token is left to compute, since its row gives the next token.
+        """
+        if not self._may_begin_later(sequence):
+            return
+        assert sequence.request.cache_key is not None
+        key, tokens = sequence.request.cache_key, sequence.tokens
+        known = len(tokens) - sequence.unread
+        found = self._cache.find(key, tokens, min(known, len(tokens) - 1))
+        if found is not None:
+            self._pool.share(found.pages)
+            sequence.prefix, sequence.pages = found, list(found.pages)
+            sequence.cached = found.tokens
+
+    def leave(self, sequence: Sequence) -> None:
+        """Undo `find` for a sequence that cannot start yet."""
+        self._pool.give_back(sequence.pages)
+        sequence.prefix, sequence.pages, sequence.cached = None, [], 0
+
+    def start(self, sequence: Sequence) -> None:
+        """Copy what a sequence needs to begin after its prefix, before its first step.
+
+        It has its state slot and the pages of that step.
+        """
+        if sequence.reused is None:
+            sequence.reused = sequence.cached
+            self._count(sequence)
+        found, sequence.prefix = sequence.prefix, None
+        sequence.last_saved = sequence.cached
+        if found is not None and found.snapshot is not None:
+            taken = found.snapshot
+            if taken.tail_page is not None:
+                self._mover.copy_page(taken.tail_page, sequence.pages[len(found.pages)])
+            self._mover.load_state(taken.slot, sequence.state_slot, taken.position)
+
+    def rows(self, sequence: Sequence, rows: int) -> int:
+        """Return how many of a prompt's next `rows` tokens a step takes: up to the next cut."""
+        if not self._takes_snapshots(sequence):
+            return rows
+        cut = next((x for x in self._cuts(sequence) if x > sequence.cached), len(sequence.tokens))
+        return min(rows, cut - sequence.cached)
+
+    def advance(self, sequence: Sequence) -> None:
+        """Take a snapshot of a sequence whose launched step ends at a cut, or with the prompt."""
+        if not self._takes_snapshots(sequence):
+            return
+        position, prompt = sequence.cached, len(sequence.request.prompt)
+        if position == prompt:
+            self._save(sequence, passing=False)
+        elif position < prompt and position in self._cuts(sequence):
+            first = not any(saved.passing for saved in sequence.saved)
+            apart = max(self._chunk, prompt // PASSING_SNAPSHOTS)
+            if first or position - sequence.last_saved >= apart:
+                self._save(sequence, passing=True)
+
+    def confirm(self, sequence: Sequence) -> None:
+        """Keep the prompt of a sequence whose first token is read."""
+        if self.works and sequence.request.cache_key is not None:
+            self._keep(sequence, len(sequence.request.prompt))
+
+    def end(self, sequence: Sequence, *, keep: bool) -> None:
+        """Keep what a sequence that stops has computed, if its steps have succeeded.
+
+        It has its pages and its state slot for the last time.
+        """
+        key = sequence.request.cache_key
+        if not (keep and self.works) or key is None:
+            for saved in sequence.saved:
+                self._cache.give_back_snapshot_slot(saved.slot)
+            sequence.saved.clear()
+            return
+        known = min(sequence.cached, len(sequence.tokens) - sequence.unread)
+        if known == sequence.cached and self._takes_snapshots(sequence):
+            self._save(sequence, passing=False)
+        self._keep(sequence, known)
+
+    def clear(self) -> None:
+        """Forget all prefixes; the caches of the stages are empty."""
+        self._cache.clear()
+
+    def _count(self, sequence: Sequence) -> None:
+        if sequence.cached:
+            self._hits += 1
+            self._cached_tokens += sequence.cached
+        elif self._may_begin_later(sequence):
+            self._misses += 1
+
+    def _may_begin_later(self, sequence: Sequence) -> bool:
+        """Whether the first rows of a sequence are not needed for anything but the cache."""
+        request = sequence.request
+        scores = request.params.prompt_logprobs and len(request.prompt_logprobs) < len(
+            request.prompt
+        )
+        wants_rows = scores or request.pooling is not None
+        return self.works and request.cache_key is not None and not wants_rows
+
+    def _takes_snapshots(self, sequence: Sequence) -> bool:
+        return self._needs_snapshots and self.works and sequence.request.cache_key is not None
+
+    def _save(self, sequence: Sequence, *, passing: bool) -> None:
+        """Take a snapshot of a sequence, unless little was computed since the last one."""
+        if sequence.cached - sequence.last_saved < self._page_size:
+            return
+        slot = self._cache.take_snapshot_slot()
+        if slot is None:
+            return
+        self._mover.save_state(sequence.state_slot, slot, sequence.cached)
+        sequence.saved.append(UnconfirmedSnapshot(slot, sequence.cached, passing))
+        sequence.last_saved = sequence.cached
+
+    def _keep(self, sequence: Sequence, end: int) -> None:
+        """Keep the first `end` tokens of a sequence, and the snapshots that were taken of it."""
+        key = sequence.request.cache_key
+        assert key is not None
+        tokens, pages = sequence.tokens, sequence.pages
+        self._cache.keep(key, tokens[:end], pages)
+        for saved in sequence.saved:
+            self._cache.keep_snapshot(
+                key, tokens[: saved.position], pages, saved.slot, passing=saved.passing
+            )
+        sequence.saved.clear()
+
+    def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
+        if sequence.cuts is None:
+            request = sequence.request
+            sequence.cuts = tuple(prompt_cuts(request.prompt, self._chunk, request.stop_ids))
+        return sequence.cuts
+
+
+def prompt_cuts(tokens: SequenceOf[int], chunk: int, ends: frozenset[int]) -> list[int]:
+    """Return where a prompt may be cut: a chunk after the last cut, or sooner after a message.
+
+    `ends` are the tokens that end a message. Messages shorter than half a chunk are not cut off.
+    """
+    cuts, last = [], 0
+    for position, token in enumerate(tokens, start=1):
+        length = position - last
+        if length == chunk or (2 * length >= chunk and token in ends):
+            cuts.append(position)
+            last = position
+    return cuts

@@ -1,0 +1,239 @@
+"""Prefixes: an answer after a known prefix has the tokens of one that computed its whole prompt."""
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from headroom.engine.engine import Engine
+from headroom.engine.prefixes import prompt_cuts
+from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
+from headroom.families.files import open_checkpoint
+from headroom.formats.checkpoint import Checkpoint
+from headroom.machine.targets import plan_devices
+from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
+from headroom.split.launch import start_pipeline
+from tests.families.oracles import variant
+from tests.stand_in.gpu import StandInGpu, stand_in_gpu
+
+MODELS = (
+    "llama",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "laguna",
+    "gemma4-31b",
+    "gemma4-26b",
+    "gemma4-e4b",
+)
+WAYS = {
+    "greedy": SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=1),
+    "sampled": SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        logit_bias={3: 2.0},
+        seed=5,
+        ignore_eos=True,
+        max_tokens=6,
+        logprobs=0,
+    ),
+}
+SETTINGS: dict[str, Any] = {
+    "context": 512,
+    "parallel": 2,
+    "chunk": 40,
+    "cache_tokens": 1024,
+    "dtype": "f32",
+    "kv_type": "f32",
+    "threads": 1,
+    "routing_stats": "off",
+}
+
+
+def words(seed: object, count: int) -> list[int]:
+    """Random tokens that stand for text."""
+    random = Random(f"prefix {seed}")
+    return [random.randrange(5, 60) for _ in range(count)]
+
+
+PROMPT = words("prompt", 150)
+
+
+class Asker:
+    """Asks an engine one request after the other."""
+
+    def __init__(self, checkpoint: Checkpoint, **settings: Any) -> None:
+        options = Options(**(SETTINGS | settings))
+        model = describe(checkpoint)
+        plan = make_plan([model.shape], plan_devices(options), options)
+        self.engine = Engine(start_pipeline(plan, model), plan.settings, queue=64)
+        self._count = 0
+
+    def submit(
+        self, prompt: list[int], way: str = "greedy", key: str | None = "", **params: Any
+    ) -> "queue.SimpleQueue[TokenEvent]":
+        """Queue a request; return where its events come."""
+        self._count += 1
+        events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
+        changed = {name: getattr(WAYS[way], name) for name in WAYS[way].__slots__} | params
+        request = GenerationRequest(
+            id=str(self._count),
+            prompt=tuple(prompt),
+            params=SamplingParams(**changed),
+            stop_ids=frozenset(),
+            cache_key=key,
+        )
+        self.engine.submit(request, events.put)
+        return events
+
+    def ask(self, prompt: list[int], way: str = "greedy", **more: Any) -> "Heard":
+        """Ask a request and wait for its answer."""
+        return Heard(self.submit(prompt, way, **more))
+
+
+class Heard:
+    """A whole answer."""
+
+    def __init__(self, events: "queue.SimpleQueue[TokenEvent]") -> None:
+        heard = [events.get(timeout=60)]
+        while heard[-1].finish_reason is None:
+            heard.append(events.get(timeout=60))
+        assert heard[-1].finish_reason == "length", heard[-1].error
+        self.tokens = [event.token for event in heard if event.token is not None]
+        found = [event.logprobs for event in heard]
+        self.logprobs = [one.logprob for one in found if one is not None]
+        self.cached = heard[-1].cached_tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Checkpoint:
+    path: Path = tmp_path_factory.mktemp("prefixes") / "m.gguf"
+    return open_checkpoint(variant(request.param).save_gguf(path))
+
+
+@pytest.fixture
+def asker(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[Asker]:
+    settings = getattr(request, "param", {})
+    one = Asker(checkpoint, **settings)
+    yield one
+    one.engine.close()
+
+
+def check_conversation(asker: Asker, way: str) -> None:
+    """Ask prompts that share beginnings; compare each answer with one without the cache."""
+    first = asker.ask(PROMPT, way)
+    branch = PROMPT[:100] + words("branch", 60)
+    longer = PROMPT + words("longer", 30)
+    turn = PROMPT + [x for x in first.tokens if x is not None] + words("turn", 50)
+    least = {"same": 64, "longer": 128, "branch": 64, "turn": 128}
+    for name, prompt in (
+        ("same", PROMPT),
+        ("longer", longer),
+        ("branch", branch),
+        ("turn", turn),
+        ("same", turn),
+    ):
+        cold = asker.ask(prompt, way, key=None)
+        asker.ask(words("other", 120), way, key=None)  # changes states and windows
+        warm = asker.ask(prompt, way)
+        assert warm.tokens == cold.tokens, name
+        assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3), name
+        assert cold.cached == 0
+        assert least[name] <= warm.cached < len(prompt), name
+
+
+@pytest.mark.parametrize("checkpoint", MODELS, indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("asker", [{}, {"device": "cpu,cpu"}], indirect=True, ids=["one", "two"])
+def test_a_warm_answer_is_the_cold_one(asker: Asker, way: str) -> None:
+    check_conversation(asker, way)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35", "gemma4-31b"], indirect=True)
+def test_answers_that_run_together_share_a_prefix(asker: Asker) -> None:
+    cold = [asker.ask(PROMPT + words(i, 20), key=None) for i in range(6)]
+    asker.ask(PROMPT)
+    warm = [Heard(x) for x in [asker.submit(PROMPT + words(i, 20)) for i in range(6)]]
+    assert [one.tokens for one in warm] == [one.tokens for one in cold]
+    assert all(one.cached >= 128 for one in warm)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_prefixes_are_given_up_when_pages_run_short(asker: Asker) -> None:
+    for i in range(12):  # 16 pages, of which each prompt takes three and keeps two
+        asker.ask(words(i, 180))
+    counts = asker.engine.stats().prefixes
+    assert counts.evicted_pages >= 8
+    assert asker.engine.stats().preemptions == 0
+    assert asker.ask(words(11, 180)).cached >= 64
+    assert asker.ask(words(0, 180)).cached == 0
+    assert asker.engine.stats().cache_pages_used == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_keys_keep_prefixes_apart_and_none_keeps_nothing(asker: Asker) -> None:
+    asker.ask(PROMPT, key=None)
+    assert asker.ask(PROMPT, key="one").cached == 0
+    assert asker.ask(PROMPT, key="two").cached == 0
+    assert asker.ask(PROMPT, key="one").cached > 0
+    counts = asker.engine.stats().prefixes
+    assert (counts.hits, counts.misses) == (1, 2)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_prompt_logprobs_need_every_row_of_the_prompt(asker: Asker) -> None:
+    asker.ask(PROMPT)
+    assert asker.ask(PROMPT, prompt_logprobs=True).cached == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+@pytest.mark.parametrize("asker", [{"cache_tokens": 256, "context": 256}], indirect=True)
+def test_a_preempted_answer_goes_on_where_it_was(asker: Asker) -> None:
+    ways = [words(i, 100) for i in range(2)]
+    alone = [asker.ask(one, key=None, max_tokens=60) for one in ways]
+    heard = [asker.submit(one, max_tokens=60) for one in ways]
+    together = [Heard(one) for one in heard]
+    assert asker.engine.stats().preemptions > 0
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+@pytest.mark.parametrize("asker", [{"no_prefix_cache": True}], indirect=True)
+def test_the_cache_can_be_turned_off(asker: Asker) -> None:
+    asker.ask(PROMPT)
+    assert asker.ask(PROMPT).cached == 0
+    assert asker.engine.stats().prefixes.idle_pages == 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
+    with stand_in_gpu(monkeypatch) as found:
+        yield found
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen35moe", "gemma4-26b"], indirect=True)
+def test_a_gpu_saves_and_restores_its_part(checkpoint: Checkpoint, gpu: StandInGpu) -> None:
+    asker = Asker(checkpoint, device="cuda:0,cpu", kernels="reference", chunk=80)
+    cold = asker.ask(PROMPT, key=None, max_tokens=2)
+    asker.ask(PROMPT[:100], max_tokens=1)
+    asker.ask(words("other", 90), key=None, max_tokens=1)  # changes states and windows
+    warm = asker.ask(PROMPT, max_tokens=2)
+    assert (warm.tokens, warm.cached) == (cold.tokens, 80)
+    asker.engine.close()
+
+
+def test_cuts_depend_on_the_tokens_before_them_alone() -> None:
+    end = 1
+    tokens = [0] * 5 + [end] + [0] * 20 + [end] + [0] * 3 + [end] + [0] * 7
+    cuts = prompt_cuts(tokens, 10, frozenset({end}))
+    assert cuts == [6, 16, 26, 31]  # the message that ends at 27 is too short to be cut off
+    for length in range(len(tokens)):
+        assert prompt_cuts(tokens[:length], 10, frozenset({end})) == [
+            cut for cut in cuts if cut <= length
+        ]
