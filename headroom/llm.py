@@ -25,7 +25,7 @@ from headroom.engine.request import (
     new_seed,
     with_defaults,
 )
-from headroom.errors import HeadroomError, ModelError, RequestError
+from headroom.errors import HeadroomError, ModelError, OptionError, RequestError
 from headroom.experts.taps import RouterTap
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.aliases import with_aliases
@@ -46,7 +46,7 @@ from headroom.split.memory_check import limit_memory
 from headroom.split.pipeline import Pipeline
 from headroom.split.placing import find_placement, placed_plan
 from headroom.split.upkeep import open_upkeep
-from headroom.split.workers import open_worker_pipeline, start_workers
+from headroom.split.workers import end_on_error, open_worker_pipeline, start_workers
 from headroom.text.abilities import Abilities
 from headroom.text.answer_limits import AnswerLimits
 from headroom.text.answer_parser import AnswerParser, WrittenAnswer
@@ -90,27 +90,35 @@ def open_engine(
 ) -> "OpenedModel":
     """Plan and load a described checkpoint, and return it with an engine that takes requests."""
     started = time.perf_counter()
+    if tap is not None and options.workers is not None:
+        raise OptionError(
+            "Worker processes do not record or replace the picks of routers.",
+            hint="Leave out --workers (or HEADROOM_WORKERS).",
+            param="workers",
+        )
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
-    workers = start_workers(options)  # processes that run the layers; None: this one does
-    if workers is None:
-        plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
-    else:
-        plan = make_worker_plan(model.shape, workers.devices, options)
-    _log_plan(plan)
-    placement = find_placement(  # which routed experts are hot
-        model.shape, plan, options, model.checkpoint.identity, records.file.counts
-    )
-    plan = placed_plan(plan, placement)
-    planning_s = time.perf_counter() - started
-    if workers is None:
-        limit_memory(plan, options.device_memory)
-        pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
-    else:
-        pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
-    upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
-    engine = Engine(pipeline, plan.settings, options.queue, upkeep)  # requests in, tokens out
+    # Processes that run the layers; None: this one does.
+    workers = start_workers(options, len(model.shape.layers), progress)
+    with end_on_error(workers):
+        if workers is None:
+            plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
+        else:
+            plan = make_worker_plan(model.shape, workers.devices, options)
+        _log_plan(plan)
+        placement = find_placement(  # which routed experts are hot
+            model.shape, plan, options, model.checkpoint.identity, records.file.counts
+        )
+        plan = placed_plan(plan, placement)
+        planning_s = time.perf_counter() - started
+        if workers is None:
+            limit_memory(plan, options.device_memory)
+            pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
+        else:
+            pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
+        upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
+        engine = Engine(pipeline, plan.settings, options.queue, upkeep)  # requests in, tokens out
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
 
 
@@ -212,6 +220,7 @@ class LLM:
         self.reasoning, self.tool_format = self.abilities.reasoning, self.abilities.tool_format
         self.sampling_defaults = _sampling_defaults(checkpoint)
         self.fill_in = find_fill_in(checkpoint, self.tokenizer)  # None: cannot fill in the middle
+        self.pooling = find_pooling(checkpoint)
         self.tool_memory = ToolMemory()
         self._renderer: ChatRenderer | None = None  # None: the model has no chat template
         if self.template is not None:
@@ -223,9 +232,12 @@ class LLM:
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab
-        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
+        try:
+            self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size)
+        except BaseException:
+            self.engine.close()
+            raise
         self.hidden_size = opened.shape.hidden  # values of an embedding vector
-        self.pooling = find_pooling(checkpoint)
 
     @property
     def default_sampling(self) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -248,8 +248,7 @@ class Workers:
                 self._check()
                 if stop():
                     raise WorkerLostError("The engine is shutting down.")
-                if totals:
-                    progress(sum(done.values()), sum(totals.values()))
+                progress(sum(done.values()), sum(totals.values()) or 1)
         del store
         with self._changed:
             self._restarting = ""
@@ -776,17 +775,43 @@ class ChainRestarter:
         self._workers.restart(stop)
 
 
-def start_workers(options: Options) -> Workers | None:
-    """Start the worker processes that the options ask for; None if they ask for none."""
+def start_workers(
+    options: Options, layers: int, progress: LoadProgress = ignore_progress
+) -> Workers | None:
+    """Start the worker processes that the options ask for; None if they ask for none.
+
+    The model has so many layers, of which each worker needs one. `progress` is called all the time
+    while workers are awaited, and may raise an error to end that.
+    """
     if options.workers is None:
         return None
+    count = sum(host.count for host in parse_workers(options.workers))
+    if count > layers:
+        raise OptionError(
+            f"--workers asks for {count} workers, but the model has {counted(layers, 'layer')}.",
+            hint=f"Each worker runs at least one layer: ask for at most {layers}.",
+            param="workers",
+        )
+
+    def stop() -> bool:
+        progress(0, 1)
+        return False
+
     workers = Workers(options)
-    try:
-        workers.start()
-    except BaseException:
-        workers.close()
-        raise
+    with end_on_error(workers):
+        workers.start(stop)
     return workers
+
+
+@contextlib.contextmanager
+def end_on_error(workers: Workers | None) -> Iterator[None]:
+    """End the workers if the block raises an error."""
+    try:
+        yield
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise
 
 
 def open_worker_pipeline(
@@ -798,11 +823,7 @@ def open_worker_pipeline(
     placement: ExpertPlacement | None = None,
 ) -> Pipeline:
     """Let the workers load their layers as the plan says; return the pipeline that they run."""
-    try:
-        reports = workers.load(plan, model, placement, progress)
-    except BaseException:
-        workers.close()
-        raise
+    reports = workers.load(plan, model, placement, progress)
     memory = {
         device.name: StageMemory(report.planned, Counter(report.allocated))
         for device, report in zip(plan.devices, reports, strict=True)

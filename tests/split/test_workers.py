@@ -30,6 +30,7 @@ from headroom.llm import LLM
 from headroom.machine.devices import detect_cpu
 from headroom.options import Options
 from headroom.plan.describe import describe
+from headroom.progress import LoadStep
 from headroom.split.choice import make_worker_plan
 from headroom.split.wire import Connection, Heartbeat, RefusedError, WireError
 from headroom.split.worker import Worker, connect
@@ -41,6 +42,7 @@ from headroom.split.workers import (
     _Worker,
     open_worker_pipeline,
     parse_workers,
+    start_workers,
 )
 from tests.families.oracles import PROMPT, variant
 from tests.split.test_pipeline import MODELS, PROMPTS, SETTINGS, answers, opened
@@ -423,6 +425,48 @@ def test_strangers_that_say_nothing_do_not_keep_workers_waiting() -> None:
         assert time.monotonic() - began < 5  # each stranger has 6 seconds
         there.close()
     workers.close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
+    """The worker processes that the test has started."""
+    processes: list[subprocess.Popen[bytes]] = []
+    start = Workers._start_process
+
+    def note(workers: Workers, worker: _Worker) -> "subprocess.Popen[bytes]":
+        processes.append(start(workers, worker))
+        return processes[-1]
+
+    monkeypatch.setattr(Workers, "_start_process", note)
+    return processes
+
+
+def test_an_error_after_the_start_of_workers_ends_them(
+    path: Path, started: "list[subprocess.Popen[bytes]]"
+) -> None:
+    with pytest.raises(OptionError, match="is more than the 512 tokens"):
+        LLM(str(path), **settings(context=1 << 30))
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+
+
+def test_more_workers_than_layers_are_refused_before_any_is_started(
+    path: Path, started: "list[subprocess.Popen[bytes]]"
+) -> None:
+    with pytest.raises(OptionError, match="asks for 5 workers, but the model has 4 layers"):
+        LLM(str(path), **settings(workers="5"))
+    assert started == []
+
+
+def test_waiting_for_workers_of_other_machines_ends_when_the_load_does() -> None:
+    calls = itertools.count()
+
+    def progress(done: int, total: int, step: LoadStep = "loading") -> None:
+        if next(calls) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        start_workers(Options(workers="elsewhere:1", worker_token="t"), 4, progress)
 
 
 @contextmanager
