@@ -10,6 +10,7 @@ from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.facts import model_facts
 from headroom.llm import LLM, model_name
+from headroom.machine.devices import physical_name
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.lines import Line
@@ -50,14 +51,16 @@ class ModelCard:
     def fixed(self, options: Options) -> Options:
         """Return the options with what the plan without other models has chosen.
 
-        These are the device, the context, the parallel sequences, the chunk and the KV cache. So a
-        client finds the same limits whatever else is loaded; only fewer experts may be hot.
+        These are the devices, the context, the parallel sequences, the chunk and the KV cache. So a
+        client finds the same limits whatever else is loaded; only fewer experts may be hot. Workers
+        keep the devices that the options name: those of the plan belong to other processes.
         """
         assert self.plan is not None
         settings = self.plan.settings
+        devices = ",".join(physical_name(device.name) for device in self.plan.devices)
         return replace(
             options,
-            device=self.plan.devices[0].name,
+            device=devices if options.workers is None else options.device,
             context=settings.context,
             parallel=settings.parallel,
             chunk=settings.chunk,

@@ -150,9 +150,9 @@ class Shelf:
         """Return the shelf of some models on disk; none is loaded yet.
 
         Several models are planned now, each as if it were alone. A single one is planned when it
-        is loaded.
+        is loaded, and so is each whose layers workers run: their devices are known only then.
         """
-        planned = len(models) > 1
+        planned = len(models) > 1 and options.workers is None
         cards = [read_card(name, path, options, planned=planned) for name, path in models.items()]
         for card in cards:
             wrong = card.error or card.unfit
@@ -350,8 +350,15 @@ class Shelf:
     async def _make_room(self, shelved: ShelvedModel) -> dict[str, int]:
         """Unload other models until this one fits; return the free bytes by device.
 
-        If it would not fit even without the others, nothing is unloaded and PlanError is raised.
+        For a model that workers run, all others are unloaded. If another model would not fit even
+        alone, nothing is unloaded and PlanError is raised.
         """
+        if shelved.options.workers is not None:
+            # The workers of two models would share one address and the same cores.
+            for other in self.models:
+                if other.llm is not None and other.removable:
+                    await self._unload(other)
+            return self._left() if shelved.card.plan is not None else {}
         if shelved.card.plan is None:
             await self._plan_again(shelved)
         shape = shelved.card.shape

@@ -238,7 +238,8 @@ def _check_free_memory(plan: Plan, freed: Mapping[str, int]) -> None:
             needed[physical_name(device.name)] += own
     for name, size in needed.items():
         memory = gpu_memory(name)
-        memory = replace(memory, free_bytes=memory.free_bytes + freed.get(name, 0))
+        more = sum(own for device, own in freed.items() if physical_name(device) == name)
+        memory = replace(memory, free_bytes=memory.free_bytes + more)
         if size > memory.free_bytes:
             memory = replace(memory, holders=tuple(gpu_holders(name)))
         if refusal := refuse_memory(name, size, memory):

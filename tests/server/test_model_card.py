@@ -43,6 +43,16 @@ def test_a_model_beside_others_keeps_the_settings_that_it_has_alone(path: Path) 
     assert fixed.cache_tokens == card.plan.settings.cache_tokens
 
 
+@pytest.mark.parametrize(
+    ("settings", "device"), [({"device": "cpu,cpu"}, "cpu,cpu"), ({"workers": "2"}, "cpu")]
+)
+def test_a_model_keeps_all_devices_that_share_its_layers(
+    path: Path, settings: dict[str, str], device: str
+) -> None:
+    options = Options(**SETTINGS | settings)
+    assert read_card("tiny", path, options).fixed(options).device == device
+
+
 def test_a_card_counts_what_the_engine_allocates_and_not_what_is_kept_free(path: Path) -> None:
     plan = read_card("tiny", path, Options(**SETTINGS)).plan
     assert plan is not None

@@ -396,6 +396,27 @@ def test_an_idle_model_is_unloaded_and_loaded_again_when_it_is_asked_for(
     wait_until(lambda: loads.alive() == [])
 
 
+@pytest.mark.parametrize("devices", [{"device": "cpu,cpu"}, {"workers": "2", "device": None}])
+def test_a_model_that_was_idle_is_shared_among_the_same_devices_again(
+    serve: Any, alone: dict[str, str], loads: Loads, devices: dict[str, Any]
+) -> None:
+    server = serve("tiny", idle_unload=0.2, **devices)
+    wait_until(lambda: server.loaded() == [])
+    server.shelf.keep(server.shelf.models[0], NEVER)
+    assert server.text("tiny") == alone["tiny"]
+    (shelved,) = server.shelf.models
+    assert shelved.llm is not None
+    assert loads.names == ["tiny", "tiny"]
+    assert shelved.llm.options.workers == devices.get("workers")
+    assert len(shelved.llm.plan.devices) == 2
+
+
+def test_workers_run_one_model_at_a_time(serve: Any, alone: dict[str, str]) -> None:
+    server = serve("tiny", "llama", workers="2", device=None)
+    assert server.text("llama") == alone["llama"]
+    assert server.loaded() == ["llama"]
+
+
 def test_a_load_ends_when_the_server_stops(serve: Any, loads: Loads) -> None:
     server = serve("tiny", "qwen3")
     loads.may_go.clear()
