@@ -61,6 +61,12 @@ def profile(
 
     An existing file is replaced, not added to.
     """
+    if options.workers is not None:
+        raise OptionError(
+            "Worker processes do not count which experts are chosen.",
+            hint="Leave out HEADROOM_WORKERS, or `workers` in the config file.",
+            param="workers",
+        )
     asked = read_prompts(prompts)
     found_at = ready_model(options)
     model = counted_model(found_at)

@@ -29,6 +29,7 @@ def worker(
         float, typer.Option(help="seconds in which the engine must answer", min=0)
     ] = 600.0,
     slot: Annotated[int | None, typer.Option(hidden=True)] = None,
+    cores: Annotated[str, typer.Option(hidden=True)] = "",  # numbers of the only ones to run on
 ) -> None:
     """Run a part of a model's layers for `headroom serve --workers`, here or on another machine.
 
@@ -46,6 +47,8 @@ def worker(
             hint="Set HEADROOM_WORKER_TOKEN to the text that the engine has, too.",
             param="worker_token",
         )
+    if cores:
+        os.sched_setaffinity(0, [int(number) for number in cores.split(",")])
     # Late, because torch takes seconds to import.
     from headroom.split.neighbours import NeighbourLostError
     from headroom.split.wire import RefusedError

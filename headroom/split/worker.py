@@ -24,6 +24,7 @@ from headroom import __version__
 from headroom.errors import FormatError, HeadroomError, ModelError
 from headroom.experts.placement import ExpertPlacement
 from headroom.families.files import find_weights, open_checkpoint
+from headroom.kernels.cuda.compile import CODE
 from headroom.layers.step_timing import recording
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
@@ -55,7 +56,6 @@ from headroom.split.worker_messages import (
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # seconds between attempts to reach an engine
-KEPT_STEPS = 8  # whose results can still be asked for; more than can be under way
 
 
 class EngineGoneError(HeadroomError):
@@ -103,6 +103,7 @@ class Worker:
 
     def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
         """Serve the engine at an address until it ends this worker."""
+        CODE.open(self._options.home_path)
         device = own_device(self._options)
         connection = connect(address, self._token, wait_s, timeout_s)
         heartbeat = Heartbeat(connection, lambda: self._progress.count)
@@ -176,7 +177,7 @@ class Worker:
         self._computing = True
         stage, neighbours = self._load(order, connection)
         self._computing = False
-        steps = _Steps(stage, neighbours, order.worker, connection)
+        steps = _Steps(stage, neighbours, order.workers, connection)
         while (message := self._inbox.get()) is not None:
             self._computing = True
             with torch.inference_mode(), recording(self._progress):
@@ -238,11 +239,12 @@ class _Steps:
     """Computes the steps of a worker's stage."""
 
     def __init__(
-        self, opened: OpenedStage, neighbours: Neighbours, number: int, connection: Connection
+        self, opened: OpenedStage, neighbours: Neighbours, workers: int, connection: Connection
     ) -> None:
         self._stage, self._neighbours = opened.stage, neighbours
         self._last, self._connection = neighbours.is_last, connection
-        self._number = number
+        # One more step than there are workers may be under way, and one is being read.
+        self._most_kept = workers + 2
         # The hidden states of the output rows of steps that more may be asked of.
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
 
@@ -283,7 +285,7 @@ class _Steps:
 
     def _keep(self, step: int, result: StepResult) -> None:
         self._kept[step] = result.hidden.clone()
-        while len(self._kept) > KEPT_STEPS:
+        while len(self._kept) > self._most_kept:
             self._kept.popitem(last=False)
 
     def _answer_rows(self, header: Header) -> None:

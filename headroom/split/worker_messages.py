@@ -33,6 +33,11 @@ class LoadOrder:
     meeting: tuple[str, int]  # where the workers of this start find each other
     group: str  # a name that only this start uses
 
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return sum(device.runs_layers for device in self.devices)
+
     def message(self) -> Header:
         """Return the order as a message."""
         shared = {

@@ -10,6 +10,7 @@ caches and connections that lead nowhere.
 
 import contextlib
 import logging
+import os
 import re
 import secrets
 import socket
@@ -57,6 +58,7 @@ torch_dist: Any = torch.distributed  # whose types are not declared
 
 HERE = ("localhost", "127.0.0.1", "::1")
 START_S = 180.0  # seconds that a process of this machine has to start and to connect
+REACH_S = 10.0  # seconds in which such a process must reach the engine, which listens already
 JOIN_S = 600.0  # seconds that workers of other machines have to connect
 POLL_S = 0.2
 END_S = 2.0  # seconds that workers have to end by themselves
@@ -72,7 +74,7 @@ COMPILE_S = 60.0  # and on a GPU, where a first step may compile kernels
 TOKEN_BYTES = 32
 RUN = ("-m", "headroom")  # what the Python of a worker of this machine runs
 ASK_AGAIN = "All workers are started again. Ask once more."
-WINDOW_S = 600.0  # in which losses of workers are counted
+WINDOW_S = 600.0  # seconds; only losses this recent count towards --worker-restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +146,9 @@ class Workers:
         self._hosts = parse_workers(options.workers)
         self._timeout_s = options.worker_timeout
         self._token = options.worker_token or secrets.token_hex(TOKEN_BYTES)
-        if options.worker_token is None and not all(host.is_here for host in self._hosts):
-            raise OptionError(
-                "Workers of other machines need a token that they share with the engine.",
-                hint="Set HEADROOM_WORKER_TOKEN here and there to the same long random text.",
-                param="worker_token",
-            )
+        # What who gets an error can do; nothing before all workers have loaded their layers.
+        self._hint = ""
+        _check_hosts(options, self._hosts)
         self._listener = _listen(options.worker_address)
         self._workers: list[_Worker] = []
         # Guards what follows; reader threads change it, the engine's thread waits for it.
@@ -252,6 +251,7 @@ class Workers:
         del store
         with self._changed:
             self._restarting = ""
+            self._hint = ASK_AGAIN if self._options.on_worker_loss == "restart" else ""
         log.info("workers: %s loaded all layers", counted(self.count, "worker"))
         return [worker.report for worker in self._workers if worker.report is not None]
 
@@ -262,9 +262,14 @@ class Workers:
         self._end_all(again=True)
         with self._changed:
             self._lost, self._restarting = "", self._lost or self._restarting
-        self.start(stop)
         plan, model, placement = self._order
-        self.load(plan, model, placement, stop=stop)
+        try:
+            self.start(stop)
+            self.load(plan, model, placement, stop=stop)
+        except DeviceError as error:
+            with self._changed:
+                self._restarting = error.message
+            raise
         log.warning("workers: started again in %.1f s", time.perf_counter() - started)
 
     def send(self, header: Header, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -302,7 +307,7 @@ class Workers:
             while (kind, number) not in self._answers:
                 self._check()
                 if (kind, number) not in self._wanted:  # of workers that are gone
-                    raise WorkerLostError("The workers of this step are gone.", hint=ASK_AGAIN)
+                    raise WorkerLostError("The workers of this step are gone.", hint=self._hint)
                 self._changed.wait()
             # Results are taken in order: those of older steps belong to requests that have ended.
             for key in [key for key in self._wanted if key[0] == kind and key[1] < number]:
@@ -322,7 +327,7 @@ class Workers:
     def _check(self) -> None:
         """Raise an error if a worker is lost; the caller holds the lock."""
         if self._lost:
-            raise WorkerLostError(self._lost, hint=ASK_AGAIN)
+            raise WorkerLostError(self._lost, hint=self._hint)
         if self._closing:
             raise WorkerLostError("The engine is shutting down.")
 
@@ -330,25 +335,35 @@ class Workers:
 
     def _start_process(self, worker: _Worker) -> "subprocess.Popen[bytes]":
         """Start a worker of this machine; its environment tells it the token."""
-        host, port = self._listener.getsockname()[:2]
-        here = [x for x in self._workers if x.host in HERE]
-        threads = self._options.threads or max(1, detect_cpu().cores // len(here))
-        devices = (self._options.device or "cpu").split(",")
-        device = devices[here.index(worker) % len(devices)].strip()
-        command = [
-            *(sys.executable, *RUN, "worker"),
-            *("--join", f"{host}:{port}", "--slot", str(worker.number)),
-            *("--device", device, "--threads", str(threads)),
-            *("--worker-timeout", str(self._timeout_s)),
-            *("--log-level", self._options.log_level),
-        ]
         changes = {"HEADROOM_WORKER_TOKEN": self._token, "PYTHONUNBUFFERED": "1"}
+        if self._options.ram is not None:  # a setting without a flag
+            changes["HEADROOM_RAM"] = self._options.ram
         return subprocess.Popen(
-            command,
+            self._command(worker),
             env=child_environment(changes),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C ends the engine, which ends its workers
         )
+
+    def _command(self, worker: _Worker) -> list[str]:
+        """Return the command line of a worker of this machine."""
+        host, port = self._listener.getsockname()[:2]
+        options, here = self._options, [x for x in self._workers if x.host in HERE]
+        place = here.index(worker)
+        threads = options.threads or max(1, detect_cpu().cores // len(here))
+        devices = (options.device or "cpu").split(",")
+        command = [
+            *(sys.executable, *RUN, "worker"),
+            *("--join", f"{host}:{port}", "--slot", str(worker.number)),
+            *("--wait", str(REACH_S), "--worker-timeout", str(self._timeout_s)),
+            *("--device", devices[place % len(devices)].strip(), "--threads", str(threads)),
+            *("--home", str(options.home_path), "--log-level", options.log_level),
+        ]
+        if options.device_memory is not None:
+            command += ["--device-memory", options.device_memory]
+        if options.pin_threads and (cores := _share_of_cores(place, len(here))):
+            command += ["--cores", ",".join(map(str, cores))]
+        return command
 
     def _accept_all(self, stop: Callable[[], bool]) -> None:
         """Wait until every worker has connected and proved that it knows the token."""
@@ -496,6 +511,9 @@ class Workers:
             reason = worker.error = error.message
         except WireError as error:
             reason = error.message
+        except Exception as error:  # a message that lacks a field, from a worker gone wrong
+            log.exception("workers: cannot read what %s says", worker.name)
+            reason = worker.error = f"its message is malformed: {type(error).__name__}: {error}."
         worker.all_read = True
         self._lose(worker, reason)
 
@@ -743,7 +761,7 @@ class ChainRestarter:
         self._workers = workers
         self._restarts = options.on_worker_loss == "restart"
         self._most = options.worker_restarts
-        self._ends: list[float] = []  # when workers were lost, in the last ten minutes
+        self._ends: list[float] = []  # time.monotonic() of the losses in the last ten minutes
 
     @property
     def on_loss(self) -> Callable[[], None]:
@@ -761,18 +779,29 @@ class ChainRestarter:
         return f"{lost} {ASK_AGAIN}" if lost and self._restarts else lost
 
     def restart(self, stop: Callable[[], bool]) -> None:
-        """Start all workers again; raise an error if they are not to be, or were lost too often."""
-        lost, now = self._workers.lost, time.monotonic()
-        self._ends = [*(end for end in self._ends if now - end < WINDOW_S), now]
-        if not self._restarts:
-            raise WorkerLostError(lost, hint="Restart the server; see --on-worker-loss.")
-        if len(self._ends) > self._most:
-            raise WorkerLostError(
-                f"Workers were lost {len(self._ends)} times in {WINDOW_S / 60:g} minutes, and may "
-                f"be {self._most} times. {lost}",
-                hint="See the workers' messages above, or raise --worker-restarts.",
-            )
-        self._workers.restart(stop)
+        """Start all workers again, and once more if one is lost meanwhile, until `stop` says so.
+
+        Raise an error if they are not to be started again, or were lost too often.
+        """
+        tries = 0
+        while not stop():
+            lost, now = self._workers.lost, time.monotonic()
+            self._ends = [*(end for end in self._ends if now - end < WINDOW_S), now]
+            tries += 1
+            if not self._restarts:
+                raise WorkerLostError(lost, hint="Restart the server; see --on-worker-loss.")
+            if max(tries, len(self._ends)) > self._most:
+                raise WorkerLostError(
+                    f"Workers were lost {counted(len(self._ends), 'time')} in {WINDOW_S / 60:g} "
+                    f"minutes; --worker-restarts allows {self._most}. {lost}",
+                    hint="See the workers' messages above, or raise --worker-restarts.",
+                )
+            try:
+                return self._workers.restart(stop)
+            except DeviceError as error:
+                if not stop():
+                    log.error("workers: the restart failed: %s", error)
+        return None
 
 
 def start_workers(
@@ -845,6 +874,43 @@ def open_worker_pipeline(
         depth=workers.count + 1 if workers.count > 1 else 1,
         restarter=ChainRestarter(workers, options),
     )
+
+
+def _check_hosts(options: Options, hosts: Sequence[HostWorkers]) -> None:
+    """Refuse options that cannot hold for workers on these machines."""
+    here = sum(host.count for host in hosts if host.is_here)
+    if any(not host.is_here for host in hosts):
+        if options.worker_token is None:
+            raise OptionError(
+                "Workers of other machines need a token that they share with the engine.",
+                hint="Set HEADROOM_WORKER_TOKEN here and there to the same long random text.",
+                param="worker_token",
+            )
+        if options.worker_address in HERE:
+            address = options.worker_address
+            raise OptionError(
+                f"Workers of other machines cannot reach --worker-address {address}.",
+                hint="Write the address of this machine that they reach, and a free port, as in "
+                "--worker-address 10.0.0.5:7070.",
+                param="worker_address",
+            )
+    named = len(options.device.split(",")) if options.device is not None else 0
+    if named > here:
+        raise OptionError(
+            f"--device names {counted(named, 'device')} for {counted(here, 'worker')} of this "
+            "machine.",
+            hint="Name one for each worker that --workers starts here; a worker of another machine "
+            "gets its own --device.",
+            param="device",
+        )
+
+
+def _share_of_cores(place: int, count: int) -> list[int]:
+    """Return the cores of one of `count` workers that pin their threads; none if they are few."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[place * len(cores) // count : (place + 1) * len(cores) // count]
 
 
 def _listen(address: str) -> socket.socket:

@@ -129,6 +129,16 @@ def test_a_dense_model_is_refused_before_it_is_loaded(
     )
 
 
+def test_worker_processes_count_no_choices_and_are_refused(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADROOM_WORKERS", "2")
+    trace = prompts.with_name("trace")
+    line = ["profile", "m.gguf", "--prompts", str(prompts), "--trace", str(trace)]
+    assert run_command(line) == 2
+    assert "Leave out HEADROOM_WORKERS" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_too_long_is_refused_with_its_line(
     skewed: tuple[Path, Recipe], prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from headroom import __version__
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import CapacityError, OptionError
+from headroom.experts.taps import TraceRecorder
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
 from headroom.machine.devices import detect_cpu
@@ -33,8 +35,9 @@ from headroom.plan.describe import describe
 from headroom.progress import LoadStep
 from headroom.split.choice import make_worker_plan
 from headroom.split.wire import Connection, Heartbeat, RefusedError, WireError
-from headroom.split.worker import Worker, connect
+from headroom.split.worker import EngineGoneError, Worker, _Steps, connect
 from headroom.split.workers import (
+    ChainRestarter,
     HostWorkers,
     WorkerChain,
     WorkerLostError,
@@ -49,6 +52,13 @@ from tests.split.test_pipeline import MODELS, PROMPTS, SETTINGS, answers, opened
 from tests.tiny import llama_config, random_model, save_gguf
 
 STREAMS = 8
+
+
+def remote(host: str) -> Options:
+    """Options of an engine whose only worker runs on another machine, which is played here."""
+    return Options(workers=f"{host}:1", worker_token="t", worker_address="127.0.0.1:0")
+
+
 LONG = 480  # tokens of an answer: with its prompt they nearly fill the context of 512
 
 
@@ -76,6 +86,26 @@ def test_wrong_hosts_are_refused(text: str) -> None:
 def test_workers_of_other_machines_need_a_token() -> None:
     with pytest.raises(OptionError, match="need a token"):
         Workers(Options(workers="elsewhere:1"))
+
+
+def test_workers_of_other_machines_need_an_address_that_they_reach() -> None:
+    with pytest.raises(
+        OptionError, match=r"cannot reach --worker-address 127\.0\.0\.1\. .*10\.0\."
+    ):
+        Workers(Options(workers="elsewhere:1", worker_token="t"))
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "told"),
+    [
+        ("1", "cpu,cpu", "names 2 devices for 1 worker of this machine"),
+        ("elsewhere:2", "cuda:0", "names 1 device for 0 workers of this machine"),
+    ],
+)
+def test_devices_without_a_worker_are_refused(workers: str, device: str, told: str) -> None:
+    given = {"worker_token": "t", "worker_address": "127.0.0.1:0"}
+    with pytest.raises(OptionError, match=told):
+        Workers(Options(workers=workers, device=device, **given))  # type: ignore[arg-type]
 
 
 def test_an_address_that_is_not_here_is_refused() -> None:
@@ -269,8 +299,10 @@ def test_if_the_options_say_so_a_lost_worker_ends_the_engine(path: Path) -> None
 
 def test_a_model_that_is_another_one_there_is_refused(path: Path, tmp_path: Path) -> None:
     other = save_gguf(random_model(llama_config(num_hidden_layers=3)), tmp_path / "m.gguf")
-    options = Options(**settings(workers="elsewhere:1", worker_token="t"))
-    workers = Workers(replace(options, workers="elsewhere:1"))
+    options = Options(
+        **settings(workers="elsewhere:1", worker_token="t", worker_address="127.0.0.1:0")
+    )
+    workers = Workers(options)
     host, port = workers._listener.getsockname()
     command = [sys.executable, "-m", "headroom", "worker", str(other), "--join", f"{host}:{port}"]
     environment = os.environ | {"HEADROOM_WORKER_TOKEN": "t", "HEADROOM_THREADS": "1"}
@@ -352,21 +384,20 @@ def test_workers_that_were_started_by_hand_join_again_after_a_loss(path: Path) -
     )
     with LLM(str(path), **given) as llm:
         before = Asked(llm.engine, "before", 30).end()[1]
-        for number in range(2):
-            asked = stream_all(llm, f"by hand {number}")
-            lost = next(one for one in started if one.pid == pids(llm)[number])
-            lost.kill()
-            assert {one.end()[0].finish_reason for one in asked} == {"error"}
-            lost.communicate()
-            started[started.index(lost)] = start_by_hand(port)  # the other one joins by itself
-            assert Asked(llm.engine, f"after {number}", 30).end()[1] == before
+        asked = stream_all(llm, "by hand")
+        lost = next(one for one in started if one.pid == pids(llm)[0])
+        lost.kill()
+        assert {one.end()[0].finish_reason for one in asked} == {"error"}
+        lost.communicate()
+        started[started.index(lost)] = start_by_hand(port)  # the other one joins by itself
+        assert Asked(llm.engine, "after", 30).end()[1] == before
     for one in started:  # the end of the engine is final
         assert one.communicate(timeout=20)[1] is not None
         assert one.returncode == 0
 
 
 def test_a_worker_with_another_token_ends_and_says_so() -> None:
-    workers = Workers(Options(workers=f"{socket.gethostname()}:1", worker_token="t"))
+    workers = Workers(remote(socket.gethostname()))
     port = workers._listener.getsockname()[1]
     stranger = start_by_hand(port, "another")
     with ThreadPoolExecutor() as pool:
@@ -389,7 +420,7 @@ def test_a_worker_with_another_token_ends_and_says_so() -> None:
     ],
 )
 def test_a_worker_that_is_refused_learns_why(hello: dict[str, str], told: str) -> None:
-    workers = Workers(Options(workers="known:1", worker_token="t"))
+    workers = Workers(remote("known"))
     workers._workers = [_Worker(0, "known")]
     device = asdict(detect_cpu())
     own = {"type": "hello", "version": __version__, "slot": None, "host": "known", "pid": 1}
@@ -411,7 +442,7 @@ def test_a_worker_that_is_refused_learns_why(hello: dict[str, str], told: str) -
 
 
 def test_strangers_that_say_nothing_do_not_keep_workers_waiting() -> None:
-    workers = Workers(Options(workers="known:1", worker_token="t"))
+    workers = Workers(remote("known"))
     address = workers._listener.getsockname()[:2]
     with ExitStack() as strangers, ThreadPoolExecutor() as pool:
         for _ in range(5):
@@ -458,6 +489,14 @@ def test_more_workers_than_layers_are_refused_before_any_is_started(
     assert started == []
 
 
+def test_workers_refuse_to_record_the_picks_of_routers(
+    path: Path, started: "list[subprocess.Popen[bytes]]"
+) -> None:
+    with pytest.raises(OptionError, match="do not record or replace the picks of routers"):
+        LLM(str(path), tap=TraceRecorder(), **settings())
+    assert started == []
+
+
 def test_waiting_for_workers_of_other_machines_ends_when_the_load_does() -> None:
     calls = itertools.count()
 
@@ -466,7 +505,88 @@ def test_waiting_for_workers_of_other_machines_ends_when_the_load_does() -> None
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        start_workers(Options(workers="elsewhere:1", worker_token="t"), 4, progress)
+        start_workers(remote("elsewhere"), 4, progress)
+
+
+def test_a_worker_of_this_machine_gets_the_options_that_are_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 5, 7}, raising=False)
+    given = {"device": "cuda:0,cuda:1", "device_memory": "2GiB", "home": str(tmp_path)}
+    workers = Workers(Options(workers="2", pin_threads=True, threads=2, **given))  # type: ignore[arg-type]
+    workers._workers = [_Worker(number, "localhost") for number in range(2)]
+    line = " ".join(workers._command(workers._workers[1]))
+    assert "--device cuda:1 --threads 2" in line
+    assert f"--home {tmp_path}" in line
+    assert "--device-memory 2GiB" in line
+    assert "--cores 5,7" in line
+    workers.close()
+
+
+def test_a_worker_keeps_its_compiled_kernels_in_its_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr("headroom.split.worker.CODE.open", opened.append)
+    with pytest.raises(EngineGoneError, match="No engine takes workers at 127"):
+        Worker(Options(home=str(tmp_path)), "t").run(("127.0.0.1", free_port()), 0.0, 2.0)
+    assert opened == [tmp_path]
+
+
+class Restarts:
+    """Workers whose restarts fail a number of times."""
+
+    def __init__(self, fails: int) -> None:
+        self.lost, self.fails, self.tries = "Worker 1 is lost: gone.", fails, 0
+
+    def restart(self, stop: Callable[[], bool]) -> None:
+        self.tries += 1
+        if self.tries <= self.fails:
+            self.lost = f"Worker 2 is lost: try {self.tries}."
+            raise WorkerLostError(self.lost)
+
+
+def test_a_restart_that_fails_is_tried_again_until_too_many_were_lost() -> None:
+    workers: Any = Restarts(fails=2)
+    ChainRestarter(workers, Options(worker_restarts=3)).restart(lambda: False)
+    assert workers.tries == 3
+    workers = Restarts(fails=2)
+    told = r"lost 3 times in 10 minutes; --worker-restarts allows 2. Worker 2 is lost: try 2."
+    with pytest.raises(WorkerLostError, match=told):
+        ChainRestarter(workers, Options(worker_restarts=2)).restart(lambda: False)
+    assert workers.tries == 2
+
+
+def test_a_restart_ends_without_an_error_when_the_engine_closes() -> None:
+    workers: Any = Restarts(fails=1)
+    ChainRestarter(workers, Options()).restart(lambda: workers.tries == 1)
+    assert workers.tries == 1
+
+
+def test_the_results_of_all_steps_under_way_are_kept() -> None:
+    opened, neighbours, connection = (SimpleNamespace(stage=None, is_last=True) for _ in range(3))
+    steps = _Steps(opened, neighbours, 9, connection)  # type: ignore[arg-type]
+    for step in range(20):
+        steps._keep(step, SimpleNamespace(hidden=torch.ones(1)))  # type: ignore[arg-type]
+    assert set(range(10, 20)) <= set(steps._kept)  # one more than there are workers
+
+
+def test_a_malformed_message_loses_its_worker() -> None:
+    workers = Workers(Options(workers="1"))
+    with one_worker(workers) as there:
+        there.send({"type": "result"})
+        workers.expect("step", 1, rows=2)
+        with pytest.raises(WorkerLostError, match="its message is malformed: KeyError"):
+            workers.take("step", 1)
+
+
+def test_an_error_before_any_layer_is_loaded_promises_no_restart() -> None:
+    workers = Workers(Options(workers="1"))
+    workers._lost = "Worker 1 is lost: gone."
+    with pytest.raises(WorkerLostError) as raised:
+        workers.send({"type": "step"})
+    assert str(raised.value) == "Worker 1 is lost: gone."
+    workers.close()
 
 
 @contextmanager
