@@ -35,6 +35,7 @@ def test_an_answer_has_text_reason_counts_and_times(client: httpx.Client) -> Non
     assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     assert answer["usage"] == openai_usage(4, 14)
     assert answer["timings"] == {
+        "cached_tokens": 0,
         "queue_ms": 1.0,
         "prefill_ms": 2.0,
         "prefill_tokens_per_second": 2000.0,

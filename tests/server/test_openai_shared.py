@@ -23,6 +23,7 @@ def test_answers_to_one_prompt_count_its_tokens_once_and_take_the_longest_times(
     found = usage_and_timings(answers, choices_per_prompt=2)
     assert found["usage"] == openai_usage(30, 16)
     assert found["timings"] == {
+        "cached_tokens": 0,
         "queue_ms": 500.0,
         "prefill_ms": 2000.0,
         "prefill_tokens_per_second": 30.0,  # all four were prefilled, 60 tokens in 2 s
