@@ -180,6 +180,12 @@ class ColdExperts:
         if self.policies is not None:
             self.policies.end_step(rows)
 
+    def restart(self) -> None:
+        """Begin anew with the placement, after steps that only warmed the GPU up."""
+        self.store.restore()
+        if self.policies is not None:
+            self.policies.restart()
+
     def start(self) -> DecodeWorker | None:
         """Start the CPU thread after all layers are loaded; None if no layer asks the CPU."""
         if not self._worker.has_layers:

@@ -90,6 +90,13 @@ class PolicyKeeper:
         self._before: torch.Tensor | None = None  # [policies, COUNTERS] when they were compared
         self.now = PolicyState(first, {})
 
+    def restart(self) -> None:
+        """Let all shadows begin anew with the experts that are resident now."""
+        fresh = open_shadows(self._store.layers, self._store.seen)
+        self._tables.places.copy_(fresh.places)  # in place, because captured steps read them
+        self._tables.states.copy_(fresh.states)
+        self._tables.counts.zero_()
+
     def end_step(self, rows: int) -> None:
         """Run the picks of a decode step through all shadows."""
         expert_cache.shadow(self._tables, rows, RULES)

@@ -254,6 +254,11 @@ class LayerStore:
         assert self.lookup.state is not None
         self.lookup.state[:1].fill_(policy)
 
+    def forget_uses(self) -> None:
+        """Let a cache forget which experts steps have used; its policy stays."""
+        assert self.lookup.state is not None
+        self.lookup.state[1:].zero_()
+
     def take_places(self, table: torch.Tensor) -> None:
         """Take note of where the experts of a layer with a cache are, by a copy of its table."""
         _, place = table_views(table)
@@ -567,6 +572,18 @@ class ExpertStore:
                 # A repair that failed has left free slots, which steps do not fill.
                 hot = dict.fromkeys([*layer.hot, *placed])
                 layer.hold([*hot][: len(layer.slots)], copy_all=True)
+
+    def restore(self) -> None:
+        """Let caches begin anew with the experts of the placement; waits for the GPU.
+
+        Steps that only warm a GPU up pick experts that no text has asked for.
+        """
+        self.take_places()
+        for layer, placed in zip(self.layers, self.placement.hot, strict=True):
+            if layer is not None and layer.is_cached:
+                layer.hold(placed)
+                layer.forget_uses()
+        self.cache_counts.zero_()
 
     def current_placement(self, *, ask: bool = True) -> ExpertPlacement:
         """Return which experts are hot now; waits for the GPU if slots change hands within steps.
