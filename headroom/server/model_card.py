@@ -10,13 +10,12 @@ from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.facts import model_facts
 from headroom.llm import LLM, model_name
-from headroom.machine.devices import physical_name
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.lines import Line
 from headroom.plan.plan import Plan
 from headroom.plan.shape import ModelShape
-from headroom.split.choice import NOT_NEEDED, NOTHING_FREED, make_run_plan
+from headroom.split.choice import NOT_NEEDED, NOTHING_FREED, make_run_plan, named_devices
 
 HOST = "cpu"  # the name of host memory, also of that behind a GPU
 
@@ -57,10 +56,9 @@ class ModelCard:
         """
         assert self.plan is not None
         settings = self.plan.settings
-        devices = ",".join(physical_name(device.name) for device in self.plan.devices)
         return replace(
             options,
-            device=devices if options.workers is None else options.device,
+            device=named_devices(self.plan) if options.workers is None else options.device,
             context=settings.context,
             parallel=settings.parallel,
             chunk=settings.chunk,

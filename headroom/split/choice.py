@@ -68,6 +68,11 @@ def make_run_plan(
     return _plan(shape, _devices(on_cpu, left, freed), on_cpu, freed)
 
 
+def named_devices(plan: Plan) -> str:
+    """Return the `--device` that names the devices of a plan for this machine."""
+    return ",".join(physical_name(device.name) for device in plan.devices)
+
+
 def make_worker_plan(shape: ModelShape, devices: Sequence[DeviceSpec], options: Options) -> Plan:
     """Return a plan for the devices of worker processes, in their order.
 
