@@ -12,7 +12,7 @@ from headroom.experts import cache
 from headroom.experts import store as stores
 from headroom.experts.cache import POLICIES, Policy
 from headroom.experts.cold import ColdExperts
-from headroom.experts.store import LayerStore
+from headroom.experts.store import ExpertStore, LayerStore
 from headroom.families.synth.recipe import cut
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
@@ -55,15 +55,15 @@ def write_narrow(name: str, folder: Path, layers: int) -> Path:
 
 def set_link(experts: ColdExperts) -> None:
     """Let LINK say how many misses cross the link, in all layers that ask the CPU."""
-    for layer in cached_layers(experts):
+    for layer in cached_layers(experts.store):
         table = experts._tables.of_layer(layer)
         of_misses = [LINK[min(misses, len(LINK) - 1)] for misses in range(len(table))]
         table.copy_(torch.tensor(of_misses, dtype=torch.int32).to("cuda"))
 
 
-def cached_layers(experts: ColdExperts) -> list[LayerStore]:
+def cached_layers(store: ExpertStore) -> list[LayerStore]:
     """Return the layers with experts, which all have a cache."""
-    layers = [layer for layer in experts.store.layers if layer is not None]
+    layers = [layer for layer in store.layers if layer is not None]
     assert layers
     assert all(layer.is_cached for layer in layers)
     return layers
@@ -72,7 +72,7 @@ def cached_layers(experts: ColdExperts) -> list[LayerStore]:
 def begin_with(experts: ColdExperts, policy: Policy) -> None:
     """Begin anew with the placement; a policy decides from now on."""
     experts.restart()
-    for layer in cached_layers(experts):
+    for layer in cached_layers(experts.store):
         layer.set_policy(POLICIES.index(policy))
 
 

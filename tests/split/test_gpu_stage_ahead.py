@@ -13,6 +13,7 @@ from headroom.layers.draws import DeviceSampler
 from headroom.split import gpu_stage
 from headroom.split.gpu_stage import GpuStage
 from headroom.split.model import Model
+from tests.split.cached_models import allow_small_caches, share_misses
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 from tests.stand_in.model import ModelOnGpu
 from tests.synth_models import write_model
@@ -98,6 +99,26 @@ def test_every_kernel_of_the_first_steps_with_cold_experts_is_compiled_ahead(
         ahead = capture(gpu, path, monkeypatch, expert_budget=budget, cold=cold)
     assert ahead.missing == set()
     assert "experts.cu" in {kernel.source for kernel in ahead.kernels}
+
+
+@pytest.mark.parametrize("cold", ["gpu", "auto"])
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_every_kernel_of_the_first_steps_with_caches_is_compiled_ahead(
+    name: str, cold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow_small_caches(monkeypatch)
+    share_misses(monkeypatch, cold)
+    path = write_model(name, "q4_k_m", tmp_path, few_layers=True)
+    with stand_in_gpu(monkeypatch, computes=False) as gpu:
+        ahead = capture(
+            *(gpu, path, monkeypatch), expert_budget="50%", cold=cold, expert_policy="auto"
+        )
+    assert ahead.missing == set()
+    of_caches = {kernel.name for kernel in ahead.kernels if kernel.source == "expert_cache.cu"}
+    # The router of Gemma 4 scales its picks, so that no fused kernel takes them.
+    fused = set() if name == "gemma4-moe" else {"choose_resolve"}
+    assert of_caches == {"resolve", "fill", "shadow"} | fused
+    assert "fill_gate_up" in {kernel.name for kernel in ahead.kernels}
 
 
 @pytest.mark.parametrize("capturable", [True, False])

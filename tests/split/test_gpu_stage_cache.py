@@ -164,5 +164,5 @@ def test_requests_find_the_placement_whatever_warmed_the_gpu_up(
     assert made.counts == made.simulated("counts", None)
     for shadow in POLICIES:
         assert made.shadow_counts(shadow) == made.simulated(shadow, None)
-    assert len(cached_layers(made.experts)) == len(placed)
+    assert len(cached_layers(made.experts.store)) == len(placed)
     made.stage.close()
