@@ -66,16 +66,25 @@ class Prefixes:
 
         At least one token is left to compute, since its row gives the next token.
         """
+        if self._may_begin_later(sequence):
+            self._share(sequence)
+        if self._takes_snapshots(sequence):
+            sequence.stops = self._stops(sequence)
+
+    def waits(self, sequence: Sequence, running: SequenceOf[Sequence]) -> bool:
+        """Whether a sequence had better start later, after a prompt that begins alike is computed.
+
+        It waits if that saves it at least a page besides the prefix that it has found.
+        """
         if not self._may_begin_later(sequence):
-            return
-        assert sequence.request.cache_key is not None
-        key, tokens = sequence.request.cache_key, sequence.tokens
-        known = len(tokens) - sequence.unread
-        found = self._cache.find(key, tokens, min(known, len(tokens) - 1))
-        if found is not None:
-            self._pool.share(found.pages)
-            sequence.prefix, sequence.pages = found, list(found.pages)
-            sequence.cached = found.tokens
+            return False
+        least = sequence.cached + self._page_size
+        return any(
+            other.request.cache_key == sequence.request.cache_key
+            and other.first_token_at is None
+            and self._usable_later(sequence, other, least) >= least
+            for other in running
+        )
 
     def leave(self, sequence: Sequence) -> None:
         """Undo `find` for a sequence that cannot start yet."""
@@ -112,11 +121,8 @@ class Prefixes:
         position, prompt = sequence.cached, len(sequence.request.prompt)
         if position == prompt:
             self._save(sequence, passing=False)
-        elif position < prompt and position in self._cuts(sequence):
-            first = not any(saved.passing for saved in sequence.saved)
-            apart = max(self._chunk, prompt // PASSING_SNAPSHOTS)
-            if first or position - sequence.last_saved >= apart:
-                self._save(sequence, passing=True)
+        elif position in sequence.stops:
+            self._save(sequence, passing=True)
 
     def confirm(self, sequence: Sequence) -> None:
         """Keep the prompt of a sequence whose first token is read."""
@@ -142,6 +148,27 @@ class Prefixes:
     def clear(self) -> None:
         """Forget all prefixes; the caches of the stages are empty."""
         self._cache.clear()
+
+    def _share(self, sequence: Sequence) -> None:
+        assert sequence.request.cache_key is not None
+        key, tokens = sequence.request.cache_key, sequence.tokens
+        known = len(tokens) - sequence.unread
+        found = self._cache.find(key, tokens, min(known, len(tokens) - 1))
+        if found is not None:
+            self._pool.share(found.pages)
+            sequence.prefix, sequence.pages = found, list(found.pages)
+            sequence.cached = found.tokens
+
+    def _usable_later(self, sequence: Sequence, other: Sequence, least: int) -> int:
+        """Return how many tokens a sequence need not compute once the prompt of another is kept."""
+        tokens, prompt = sequence.tokens, other.request.prompt
+        most = min(len(tokens) - 1, len(prompt))
+        if most < least or tuple(tokens[:least]) != prompt[:least]:
+            return 0
+        shared = common_length(tokens, prompt, most)
+        if not self._needs_snapshots:
+            return shared // self._page_size * self._page_size
+        return max((end for end in (*other.stops, len(prompt)) if end <= shared), default=0)
 
     def _count(self, sequence: Sequence) -> None:
         if sequence.cached:
@@ -185,6 +212,16 @@ class Prefixes:
             )
         sequence.saved.clear()
 
+    def _stops(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the cuts of a sequence's prompt at which snapshots are taken."""
+        prompt, last = len(sequence.request.prompt), sequence.cached
+        apart, stops = self._page_size, []
+        for cut in self._cuts(sequence):
+            if last + apart <= cut < prompt:
+                stops.append(cut)
+                last, apart = cut, max(self._chunk, prompt // PASSING_SNAPSHOTS, self._page_size)
+        return tuple(stops)
+
     def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
         if sequence.cuts is None:
             request = sequence.request
@@ -204,3 +241,15 @@ def prompt_cuts(tokens: SequenceOf[int], chunk: int, ends: frozenset[int]) -> li
             cuts.append(position)
             last = position
     return cuts
+
+
+def common_length(one: SequenceOf[int], other: SequenceOf[int], most: int) -> int:
+    """Return how many of the first `most` tokens two sequences have in common."""
+    low, high = 0, most  # the first `low` tokens are alike, those after `high` do not count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tuple(one[low:middle]) == tuple(other[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

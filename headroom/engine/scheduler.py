@@ -91,6 +91,9 @@ class Scheduler:
             return None
         if self._prefixes is not None:
             self._prefixes.find(sequence)
+            if self._prefixes.waits(sequence, self.running):
+                self._prefixes.leave(sequence)
+                return None
         # Room for one token more than it has, so that its first decode step needs no new page.
         if self._pages_for(len(sequence.tokens) + 1) - len(sequence.pages) > self._pool.free:
             if self._prefixes is not None:

@@ -48,6 +48,7 @@ class Sequence:
     starting: bool = False  # admitted, and nothing of it is launched yet
     reused: int | None = None  # prompt tokens that it found in the prefix cache; None: not started
     cuts: tuple[int, ...] | None = None  # where its prompt may be cut; None: not known yet
+    stops: tuple[int, ...] = ()  # those of its cuts at which snapshots are taken
     # Snapshots of steps that may still fail, and the token after which the last one was taken.
     saved: "list[UnconfirmedSnapshot]" = field(default_factory=list)
     last_saved: int = 0

@@ -7,9 +7,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headroom.engine.engine import Engine
-from headroom.engine.prefixes import prompt_cuts
+from headroom.engine.prefixes import common_length, prompt_cuts
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
@@ -165,6 +167,29 @@ def test_answers_that_run_together_share_a_prefix(asker: Asker) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_equal_beginnings_that_arrive_together_are_computed_once(asker: Asker) -> None:
+    prompts = [PROMPT + words(i, 20) for i in range(5)]
+    cold = [asker.ask(prompt, key=None) for prompt in prompts]
+    before = asker.engine.stats().prompt_tokens
+    warm = [Heard(x) for x in [asker.submit(prompt) for prompt in prompts]]
+    assert [one.tokens for one in warm] == [one.tokens for one in cold]
+    assert warm[0].cached == 0
+    assert all(one.cached >= 80 for one in warm[1:])
+    assert asker.engine.stats().prompt_tokens - before <= 170 + 4 * 90
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_cancelled_prompt_leaves_nobody_waiting(asker: Asker) -> None:
+    first = asker.submit(PROMPT * 3)
+    second = asker.submit(PROMPT * 3)
+    asker.engine.cancel("1")
+    heard = [first.get(timeout=60)]
+    while heard[-1].finish_reason is None:
+        heard.append(first.get(timeout=60))
+    assert Heard(second).tokens == asker.ask(PROMPT * 3, key=None).tokens
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
 def test_prefixes_are_given_up_when_pages_run_short(asker: Asker) -> None:
     for i in range(12):  # 16 pages, of which each prompt takes three and keeps two
         asker.ask(words(i, 180))
@@ -226,6 +251,17 @@ def test_a_gpu_saves_and_restores_its_part(checkpoint: Checkpoint, gpu: StandInG
     warm = asker.ask(PROMPT, max_tokens=2)
     assert (warm.tokens, warm.cached) == (cold.tokens, 80)
     asker.engine.close()
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.integers(0, 20))
+def test_the_common_beginning_is_as_long_as_a_loop_finds(
+    one: list[int], other: list[int], most: int
+) -> None:
+    most = min(most, len(one), len(other))
+    length = 0
+    while length < most and one[length] == other[length]:
+        length += 1
+    assert common_length(one, other, most) == length
 
 
 def test_cuts_depend_on_the_tokens_before_them_alone() -> None:
