@@ -39,7 +39,7 @@ THEMES = {
     *("cli/test_end_to_end.py", "server/test_openai_client.py", "formats/test_fuzz.py"),
     *("families/test_families.py", "families/test_long_prompts.py", "kernels/cuda/test_kernels.py"),
     *("test_docs.py", "test_golden.py", "test_perplexity.py", "test_packaging.py"),
-    *("test_house_rules.py", "test_hostile_models.py"),
+    *("test_house_rules.py", "test_hostile_models.py", "server/test_prefix_cache.py"),
 }
 # Tests that mirror no package: they run on a GPU, test what is measured beside the package, or run
 # other people's clients.
