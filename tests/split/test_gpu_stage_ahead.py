@@ -101,8 +101,9 @@ def test_every_kernel_of_the_first_steps_with_cold_experts_is_compiled_ahead(
     assert "experts.cu" in {kernel.source for kernel in ahead.kernels}
 
 
-@pytest.mark.parametrize("cold", ["gpu", "auto"])
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "cold"), [*((name, "gpu") for name in WITH_EXPERTS), ("laguna", "auto")]
+)
 def test_every_kernel_of_the_first_steps_with_caches_is_compiled_ahead(
     name: str, cold: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
