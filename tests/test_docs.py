@@ -19,6 +19,7 @@ OTHER_FLAGS = {
     *("--help", "--debug", "--install-completion", "--show-completion"),
     *("--target", "--tag", "--init", "--gpus", "--time", "--rm", "--profile", "--now"),
     *("--no-deps", "--wheel-dir", "--nnodes", "--nproc-per-node"),
+    *("--node-rank", "--master-addr", "--max-restarts"),  # of torchrun
 }
 LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]+)?\)")
 BASES = (ROOT, ROOT / "headroom", ROOT / "headroom/kernels")  # what paths start from

@@ -1,4 +1,7 @@
-"""Neighbours: hands the rows of a step from one worker to the next, by torch.distributed."""
+"""Neighbours: hands the rows of a step from one worker to the next, by torch.distributed.
+
+The ports that gloo opens for this check no token.
+"""
 
 import time
 from dataclasses import dataclass
@@ -16,12 +19,12 @@ from headroom.plan.plan import Plan
 from headroom.split.model import HandedRows
 from headroom.split.worker_messages import LoadOrder
 
-torch_dist: Any = torch.distributed  # whose types are not declared
+torch_dist: Any = torch.distributed  # torch declares no types for what is used here
 
-# A worker waits for its neighbour as long as that computes. The engine notices by other means when
-# one of them has died or hangs, and then ends both.
+# A neighbour may compute for long, so gloo must not give up. The engine notices by heartbeats that
+# a worker has died or hangs, and then ends all.
 LONGEST_WAIT = timedelta(days=1)
-MEETING_TIMEOUT = timedelta(minutes=10)  # until all workers have loaded their weights
+MEETING_TIMEOUT = timedelta(minutes=10)  # for all workers to load their weights
 
 
 class NeighbourLostError(DeviceError):
@@ -30,11 +33,11 @@ class NeighbourLostError(DeviceError):
 
 @dataclass(slots=True, eq=False)
 class _SendBuffer:
-    """Rows on their way to the next worker."""
+    """Rows that are being sent to the next worker."""
 
     stream: torch.Tensor  # [rows, hidden], in the hand-over type
     inputs: torch.Tensor  # float32 [rows, layers, width]: per-layer inputs; empty if there are none
-    sends: list[Any]  # under way
+    sends: list[Any]  # torch's handles of the sends under way
 
     def wait(self) -> None:
         """Wait until the buffer may be filled again."""
@@ -57,7 +60,7 @@ class Neighbours:
         self._group, self._number, self._received = group, number, received
         self._buffers, self._turn = buffers, 0
         self.is_last = number == workers - 1
-        self.last_send_s = 0.0  # of the last step: copying rows, and waiting for a free buffer
+        self.last_send_s = 0.0  # seconds to copy the last step's rows, and to wait for a buffer
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +125,8 @@ class Neighbours:
             if handed.inputs is not None:
                 self._send(buffer, buffer.inputs[:rows].copy_(handed.inputs))
         except RuntimeError as error:
-            raise NeighbourLostError(f"Worker {self._number + 2} takes no rows: {error}") from error
+            told = f"Sending rows to worker {self._number + 2} failed: {error}"
+            raise NeighbourLostError(told) from error
         self.last_send_s = time.perf_counter() - started
         return handed.nbytes
 
@@ -131,7 +135,8 @@ class Neighbours:
         try:
             self._group.recv([_as_bytes(into)], self._number - 1, 0).wait(LONGEST_WAIT)
         except RuntimeError as error:
-            raise NeighbourLostError(f"Worker {self._number} sends no rows: {error}") from error
+            told = f"Receiving rows from worker {self._number} failed: {error}"
+            raise NeighbourLostError(told) from error
 
     def _send(self, buffer: _SendBuffer, rows: torch.Tensor) -> None:
         assert self._group is not None

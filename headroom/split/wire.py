@@ -1,8 +1,8 @@
 """Wire: how an engine and its worker processes talk: JSON and raw tensors over one TCP connection.
 
-Nothing that is received is ever executed: no pickles, and every tensor has a type and a shape that
-are checked before its bytes are read. Both ends prove that they know the shared token before either
-says anything else. The connection is not encrypted.
+Nothing that is received is executed: there are no pickles, and the type and the shape of every
+tensor are checked before its bytes are read. Both ends prove that they know the shared token before
+they send anything else. The connection is not encrypted.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ import torch
 from headroom.errors import DeviceError
 
 MOST_HEADER_BYTES = 16 << 20
-MOST_UNPROVEN_BYTES = 4096  # of a message from a peer that has not proved that it knows the token
+MOST_UNPROVEN_BYTES = 4096  # of a message from a peer that has not proved itself yet
 MOST_TENSOR_BYTES = 4 << 30  # of all tensors of a message
-BEAT_S = 1.0  # seconds between signs of life
+BEAT_S = 1.0  # seconds between heartbeats
 SECRET_BYTES = 32
 
 _LENGTH = struct.Struct("<I")  # of the header that follows
@@ -34,7 +34,7 @@ _TYPES = {
     for kind in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 }
 
-# What reading a header raises that no part of headroom has sent.
+# Errors that parsing a malformed header can raise.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 
 Header = dict[str, Any]
@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 
 class WireError(DeviceError):
-    """A connection has ended, is silent for too long, or carries what no peer of ours sends."""
+    """A connection has ended, is silent for too long, or carries a malformed message."""
 
 
 class SilenceError(WireError):
@@ -56,7 +56,7 @@ class SilenceError(WireError):
 
 
 class RefusedError(DeviceError):
-    """The engine does not take this worker; to ask again would not help."""
+    """The engine does not take this worker, and would not if it asked again."""
 
 
 class Connection:
@@ -67,7 +67,7 @@ class Connection:
         self._sending = threading.Lock()
         self._most_header = MOST_UNPROVEN_BYTES
         self.timeout_s = timeout_s  # of silence, after which `receive` raises SilenceError
-        self.deadline: float | None = None  # time.monotonic() until which all must have come
+        self.deadline: float | None = None  # time.monotonic() after which `receive` gives up
         end.settimeout(timeout_s)
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -108,7 +108,7 @@ class Connection:
             assert isinstance(header["type"], str)
             shapes = [(_TYPES[name], [int(size) for size in shape]) for name, shape in listed]
         except _MALFORMED as error:
-            raise WireError("A message came that no part of headroom sends.") from error
+            raise WireError("A malformed message came.") from error
         sizes = [kind.itemsize * math.prod(shape) for kind, shape in shapes]
         if any(size < 0 for _, shape in shapes for size in shape) or sum(sizes) > MOST_TENSOR_BYTES:
             raise WireError(
@@ -123,7 +123,7 @@ class Connection:
         self._end.close()
 
     def end_sending(self) -> None:
-        """Let the other end read what was sent, and then the end; it may still send."""
+        """Send no more; the other end reads what was sent, and may still send."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
@@ -186,9 +186,9 @@ class Connection:
 
 
 class Heartbeat:
-    """Sends a sign of life every second, so that the other end can tell a hang from long work.
+    """Sends a message every second, so that the other end notices if this process hangs.
 
-    `progress` counts what the sender's main thread has done: it stands still if that thread hangs.
+    `progress` counts what the main thread has done: the count stands still if that thread hangs.
     """
 
     def __init__(self, connection: Connection, progress: Callable[[], int] = lambda: 0) -> None:
@@ -206,7 +206,7 @@ class Heartbeat:
             try:
                 self._connection.send({"type": "alive", "progress": self._progress()})
             except WireError:
-                return  # the thread that receives tells why
+                return  # the thread that receives reports the reason
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -215,7 +215,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _proof(token: str, who: str, engine: str, worker: str) -> str:
-    """Return what only who knows the token can compute of both ends' challenges."""
+    """Return the HMAC of both ends' challenges, which shows that `who` knows the token."""
     words = f"headroom {who} {engine} {worker}".encode()
     return hmac.new(token.encode(), words, hashlib.sha256).hexdigest()
 

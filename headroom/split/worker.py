@@ -1,7 +1,7 @@
 """Worker: a process that runs one stage of a model for an engine in another process.
 
-It proves that it knows the token, says what its device is, loads the layers that it is told to, and
-then computes steps in the order in which they come. Rows go from worker to worker by
+The worker proves that it knows the token, describes its device, loads the layers that the engine
+names, and then computes steps in the order in which they come. Rows go from worker to worker by
 torch.distributed; everything else goes over the connection to the engine.
 """
 
@@ -56,6 +56,7 @@ from headroom.split.worker_messages import (
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5  # seconds between attempts to reach an engine
+LEAVE_S = 1.0  # seconds that the main thread has to end after the engine's last message
 
 
 class EngineGoneError(HeadroomError):
@@ -88,9 +89,9 @@ class Worker:
         self,
         options: Options,
         token: str,
-        slot: int | None = None,  # the worker's number, if the engine itself has started it
+        slot: int | None = None,  # the worker's number; None: the engine did not start it
         model: str | None = None,  # this machine's copy; None: at the engine's path
-        # Replaces this process by one that joins the engine again; None: nobody wants that.
+        # Replaces this process by a new one that joins the engine; None: the engine starts one.
         join_again: Callable[[], None] | None = None,
     ) -> None:
         self._options, self._token, self._slot, self._model = options, token, slot, model
@@ -98,8 +99,8 @@ class Worker:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._computing = False
         self._progress = _Progress()
-        self._wanted_again = False  # the engine starts its workers again
-        self._leaving = False  # this worker closes the connection itself
+        self._joins_again = False  # the engine starts its workers again, or may be started again
+        self._leaving = False  # this worker itself closes the connection
 
     def run(self, address: tuple[str, int], wait_s: float, timeout_s: float) -> None:
         """Serve the engine at an address until it ends this worker."""
@@ -123,7 +124,7 @@ class Worker:
             self._leaving = True
             heartbeat.end()
             connection.close()
-        if self._wanted_again:
+        if self._joins_again:
             self._leave(0)
 
     def _hello(self, device: DeviceSpec) -> Header:
@@ -137,33 +138,33 @@ class Worker:
         }
 
     def _receive(self, connection: Connection) -> None:
-        """Put messages into the inbox; leave if the engine is gone or wants no more results.
+        """Put messages into the inbox; end the process if the engine ends it or is gone.
 
-        The main thread may wait for a neighbour that will never answer, so it cannot be asked.
+        The main thread cannot do that: it may wait for a neighbour that will never answer.
         """
         try:
             while True:
                 message = connection.receive()
                 kind = message.header["type"]
                 if kind == "end":
-                    self._wanted_again = bool(message.header["again"])
+                    self._joins_again = bool(message.header["again"])
                     self._inbox.put(None)
-                    if self._computing:  # nobody wants the rest
-                        self._leave(0)
-                    return
+                    if not self._computing:
+                        time.sleep(LEAVE_S)  # the main thread is about to end by itself
+                    self._leave(0)
                 if kind != "alive":
                     self._inbox.put(message)
                 if kind == "refused":
                     return
-        except WireError as error:
+        except Exception as error:
             if not self._leaving:
                 log.error("worker: the engine is gone: %s", error)
-                self._wanted_again = True  # perhaps it is started again, too
+                self._joins_again = True  # somebody may start it again
                 self._leave(LOST)
 
     def _leave(self, status: int) -> None:
-        """End this process from any thread, or replace it by one that joins the engine again."""
-        if self._wanted_again and self._join_again is not None:
+        """End this process, from any thread; a worker may be replaced by one that joins again."""
+        if self._joins_again and self._join_again is not None:
             self._join_again()
         os._exit(status)
 
@@ -229,7 +230,7 @@ class Worker:
         checkpoint = open_checkpoint(Path(path))
         if checkpoint.identity != order.identity:
             raise ModelError(
-                f"{path} on {socket.gethostname()} is another model than the engine's.",
+                f"{path} on {socket.gethostname()} differs from the engine's model file.",
                 hint="Copy the engine's file to this machine.",
             )
         return describe(checkpoint)
@@ -243,9 +244,9 @@ class _Steps:
     ) -> None:
         self._stage, self._neighbours = opened.stage, neighbours
         self._last, self._connection = neighbours.is_last, connection
-        # One more step than there are workers may be under way, and one is being read.
+        # The engine reads one step while one more than there are workers are under way.
         self._most_kept = workers + 2
-        # The hidden states of the output rows of steps that more may be asked of.
+        # Hidden states of the output rows, by step: the engine may ask for results of these.
         self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def take(self, message: Message) -> None:
@@ -301,14 +302,14 @@ class _Steps:
 
 
 def own_device(options: Options) -> DeviceSpec:
-    """Return the device of this machine that the options name, with the threads that they give."""
+    """Return the device of this machine that the options name, with its number of threads."""
     device = next(x for x in plan_devices(options) if x.runs_layers)
     cores = options.threads or device.cores or 1
     return replace(device, worker=True, cores=cores)
 
 
 def connect(address: tuple[str, int], token: str, wait_s: float, timeout_s: float) -> Connection:
-    """Connect to an engine, which may not listen yet, and let both ends prove the token."""
+    """Connect to an engine, which may not listen yet; both ends prove that they know the token."""
     ends = time.monotonic() + wait_s
     while True:
         try:
@@ -335,7 +336,7 @@ def _proved(connection: Connection, token: str) -> Connection:
 
 
 def planned(model: ModelDescription, order: LoadOrder) -> Plan:
-    """Return the plan of the engine, made again here; refuse to load if it is another one."""
+    """Make the engine's plan again, and return it; raise ModelError if it differs there."""
     plan = make_plan([model.shape], order.devices, order.options)
     if order.hot is not None:
         plan = plan.placed([len(ids) for ids in order.hot])

@@ -2,10 +2,10 @@
 
 The engine sends each step to all workers at once. Worker 1 looks the tokens up and hands its rows
 to worker 2, and so on; the last one sends logits back. So several steps can be under way, each at
-another worker. Workers are watched all the time: one that dies, that says nothing for
-`--worker-timeout` seconds, or that computes nothing for as long while a step waits for it, ends the
-steps under way with an error. Then all workers are ended and started again, because the others hold
-caches and connections that lead nowhere.
+another worker. The engine watches all workers. If one dies, sends nothing for `--worker-timeout`
+seconds, or computes nothing for as long while a step waits for it, the steps under way end with an
+error. Then the engine ends all workers and starts them again, because the caches and connections of
+the others are useless without the lost one.
 """
 
 import contextlib
@@ -54,25 +54,25 @@ from headroom.units import counted
 
 log = logging.getLogger(__name__)
 
-torch_dist: Any = torch.distributed  # whose types are not declared
+torch_dist: Any = torch.distributed  # torch declares no types for what is used here
 
 HERE = ("localhost", "127.0.0.1", "::1")
-START_S = 180.0  # seconds that a process of this machine has to start and to connect
-REACH_S = 10.0  # seconds in which such a process must reach the engine, which listens already
+START_S = 180.0  # seconds that a worker of this machine has to start and to connect
+REACH_S = 10.0  # seconds for which such a worker tries to connect once it runs
 JOIN_S = 600.0  # seconds that workers of other machines have to connect
-POLL_S = 0.2
-END_S = 2.0  # seconds that workers have to end by themselves
-END_AFTER_LOSS_S = 0.2  # where one is lost: the others may wait for it
-MOST_GUESTS = 64  # connections that have not proved yet that they know the token
-# Seconds to wait for the exit of the worker that ended first, which explains the failure better.
+POLL_S = 0.2  # seconds between looks at what else may have happened while workers are awaited
+END_S = 2.0  # seconds that workers have to exit by themselves
+END_AFTER_LOSS_S = 0.2  # the same after a loss: the other workers may be waiting for the lost one
+MOST_GUESTS = 64  # open connections that have not proved yet that they know the token
+# Seconds to wait for the exit of the worker that failed first, which explains the loss better.
 BETTER_REASON_S = 1.5
 REASON_POLL_S = 0.02
-# Seconds that a part of a layer may take beyond --worker-timeout, for each row of its step. One
-# core of 20 GFLOP/s takes 0.04 s for a row of a layer of a dense model of 27B.
+# A part of a layer may take --worker-timeout plus so many seconds for each row of the step. A row
+# of one layer of a dense model of 27B takes 0.04 s on a core that computes 20 GFLOP/s.
 STALL_ROW_S = 0.05
-COMPILE_S = 60.0  # and on a GPU, where a first step may compile kernels
+COMPILE_S = 60.0  # more seconds on a GPU, whose first steps may compile kernels
 TOKEN_BYTES = 32
-RUN = ("-m", "headroom")  # what the Python of a worker of this machine runs
+RUN = ("-m", "headroom")  # arguments with which Python runs headroom in a new worker
 ASK_AGAIN = "All workers are started again. Ask once more."
 WINDOW_S = 600.0  # seconds; only losses this recent count towards --worker-restarts
 
@@ -115,7 +115,7 @@ class _Worker:
 
     number: int  # of its stage, from 0
     host: str
-    process: "subprocess.Popen[bytes] | None" = None  # None: somebody else has started it
+    process: "subprocess.Popen[bytes] | None" = None  # None: the engine did not start it
     connection: Connection | None = None
     heartbeat: Heartbeat | None = None
     reader: threading.Thread | None = None  # reads what the worker says once it loads
@@ -123,16 +123,16 @@ class _Worker:
     device: DeviceSpec | None = None
     report: LoadReport | None = None
     times: StageTimes = field(default_factory=StageTimes)
-    progress: int = 0  # as its last sign of life told; moves with each part of a layer
-    done: int = 0  # the last step that it has computed
-    # How the worker's end shows; the reader of its connection sets these.
-    error: str = ""  # its own failure: what it told of it, or that it is silent
-    follows: bool = False  # it ended because a worker next to it had ended
-    all_read: bool = False  # nothing more comes from its connection
+    progress: int = 0  # of its last heartbeat: counts the parts of layers that it has computed
+    done: int = 0  # number of the last step that it has computed
+    # Why the worker is lost; set by the thread that reads its connection.
+    error: str = ""  # its own failure, as it told it or as the engine noticed it
+    follows: bool = False  # it ended only because a worker next to it had ended
+    all_read: bool = False  # its connection has ended and everything it sent was read
 
     @property
     def name(self) -> str:
-        """What errors call the worker."""
+        """The worker's name in errors."""
         pid = f" (process {self.pid})" if self.pid else ""
         return f"Worker {self.number + 1} on {self.host}{pid}"
 
@@ -146,23 +146,24 @@ class Workers:
         self._hosts = parse_workers(options.workers)
         self._timeout_s = options.worker_timeout
         self._token = options.worker_token or secrets.token_hex(TOKEN_BYTES)
-        # What who gets an error can do; nothing before all workers have loaded their layers.
-        self._hint = ""
         _check_hosts(options, self._hosts)
         self._listener = _listen(options.worker_address)
         self._workers: list[_Worker] = []
-        # Guards what follows; reader threads change it, the engine's thread waits for it.
+        # Guards the fields below. Threads that read connections change them; the engine's thread
+        # waits for that.
         self._changed = threading.Condition()
-        self._lost = ""
-        self._restarting = ""  # what was lost, while workers are started again
+        self._lost = ""  # which worker is lost, and why
+        self._restarting = ""  # why workers are being started again
         self._closing = False
-        self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and number
-        self._wanted: dict[tuple[str, int], int] = {}  # rows of each step, oldest first
-        self._watched: tuple[object, ...] = ()  # the oldest step and how far it was, last looked at
-        self._moved_at = 0.0  # time.monotonic() when that was seen to change
+        # Answers that are awaited, oldest first: by kind and number, with the rows they are about.
+        self._wanted: dict[tuple[str, int], int] = {}
+        self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # those that have come
+        self._watched: tuple[object, ...] = ()  # the oldest step and its progress, as last seen
+        self._moved_at = 0.0  # time.monotonic() when that last changed
         self._order: tuple[Plan, ModelDescription, ExpertPlacement | None] | None = None
         self._guests = threading.BoundedSemaphore(MOST_GUESTS)
-        self.on_loss: Callable[[], None] = lambda: None  # called by a reader thread
+        self.on_loss: Callable[[], None] = lambda: None  # called by a thread that reads
+        self.hint: Callable[[], str] = lambda: ""  # what a client can do about a loss
 
     @property
     def count(self) -> int:
@@ -181,7 +182,7 @@ class Workers:
 
     @property
     def lost(self) -> str:
-        """Which worker is lost, until all are started again, and how that showed; "": none."""
+        """Which worker is lost and why, until all workers run again; "" while none is lost."""
         return self._lost or self._restarting
 
     def start(self, stop: Callable[[], bool] = lambda: False) -> None:
@@ -240,7 +241,10 @@ class Workers:
             )
             assert worker.connection is not None
             self._read_in_thread(worker, heard)
-            worker.connection.send(order.message())
+            try:
+                worker.connection.send(order.message())
+            except WireError as error:
+                self._lose(worker, error.message)
         with self._changed:
             while waiting:
                 self._changed.wait(POLL_S)
@@ -251,7 +255,6 @@ class Workers:
         del store
         with self._changed:
             self._restarting = ""
-            self._hint = ASK_AGAIN if self._options.on_worker_loss == "restart" else ""
         log.info("workers: %s loaded all layers", counted(self.count, "worker"))
         return [worker.report for worker in self._workers if worker.report is not None]
 
@@ -306,10 +309,10 @@ class Workers:
         with self._changed:
             while (kind, number) not in self._answers:
                 self._check()
-                if (kind, number) not in self._wanted:  # of workers that are gone
-                    raise WorkerLostError("The workers of this step are gone.", hint=self._hint)
+                if (kind, number) not in self._wanted:  # workers were started again since
+                    raise WorkerLostError("The workers of this step are gone.", hint=self.hint())
                 self._changed.wait()
-            # Results are taken in order: those of older steps belong to requests that have ended.
+            # Answers are taken in order. Older ones were left because their requests have ended.
             for key in [key for key in self._wanted if key[0] == kind and key[1] < number]:
                 del self._wanted[key]
                 self._answers.pop(key, None)
@@ -325,9 +328,9 @@ class Workers:
         self._listener.close()
 
     def _check(self) -> None:
-        """Raise an error if a worker is lost; the caller holds the lock."""
+        """Raise an error if a worker is lost or the engine closes; the caller holds the lock."""
         if self._lost:
-            raise WorkerLostError(self._lost, hint=self._hint)
+            raise WorkerLostError(self._lost, hint=self.hint())
         if self._closing:
             raise WorkerLostError("The engine is shutting down.")
 
@@ -336,7 +339,7 @@ class Workers:
     def _start_process(self, worker: _Worker) -> "subprocess.Popen[bytes]":
         """Start a worker of this machine; its environment tells it the token."""
         changes = {"HEADROOM_WORKER_TOKEN": self._token, "PYTHONUNBUFFERED": "1"}
-        if self._options.ram is not None:  # a setting without a flag
+        if self._options.ram is not None:  # headroom worker has no flag for it
             changes["HEADROOM_RAM"] = self._options.ram
         return subprocess.Popen(
             self._command(worker),
@@ -400,16 +403,16 @@ class Workers:
             if not self._guests.acquire(blocking=False):
                 connection.close()
                 continue
-            # A stranger that says nothing must not keep the others waiting.
+            # In a thread, so that a stranger that sends nothing does not keep workers waiting.
             threading.Thread(
                 target=self._receive_guest, args=(connection,), name="headroom-guest", daemon=True
             ).start()
 
     def _receive_guest(self, connection: Connection) -> None:
-        """Give whoever has connected a place, or close the connection."""
+        """Give the process behind a new connection a place, or close the connection."""
         try:
             self._welcome(connection)
-        except Exception as error:  # whatever a stranger sends
+        except Exception as error:  # a stranger may send anything
             log.warning("workers: a connection was refused: %s", error)
             connection.close()
         finally:
@@ -427,28 +430,28 @@ class Workers:
             )
         pid, device = int(hello["pid"]), DeviceSpec(**hello["device"])
         address = connection.peer_address
+        hosts = {x.host for x in self._hosts if not x.is_here}
+        own = {x for x in hosts if x == hello["host"] or address in _addresses(x)}
         with self._changed:
             if not self._workers:
                 raise WireError("No workers are being started now.")
-            worker = self._place_of(hello, address)
+            worker = self._find_place(hello["slot"], own)
             if worker is not None:
                 worker.connection, worker.pid, worker.device = connection, pid, device
                 worker.heartbeat = Heartbeat(connection)
         if worker is None:
             connection.refuse(f"--workers has no free place for {hello['host']} ({address}).")
 
-    def _place_of(self, hello: Mapping[str, Any], address: str) -> _Worker | None:
-        """Return the free place of a process; None: there is none."""
-        free = [worker for worker in self._workers if worker.connection is None]
-        if hello["slot"] is not None:
-            found = [x for x in free if x.number == hello["slot"] and x.process is not None]
-        else:
-            found = [
-                x
-                for x in free
-                if x.process is None and (x.host == hello["host"] or address in _addresses(x.host))
-            ]
-        return found[0] if found else None
+    def _find_place(self, slot: int | None, hosts: set[str]) -> _Worker | None:
+        """Return the free place of a process that has a slot, or runs on one of the hosts."""
+        for worker in self._workers:
+            if slot is None:
+                fits = worker.process is None and worker.host in hosts
+            else:
+                fits = worker.process is not None and worker.number == slot
+            if fits and worker.connection is None:
+                return worker
+        return None
 
     def _name_devices(self) -> None:
         """Name the workers' devices apart, and divide the memory that several of them share."""
@@ -480,7 +483,7 @@ class Workers:
         worker.reader.start()
 
     def _read(self, worker: _Worker, heard: Callable[[_Worker, Header], None]) -> None:
-        """Take what a worker says, until its connection ends."""
+        """Read a worker's messages until its connection ends."""
         connection = worker.connection
         assert connection is not None
         try:
@@ -495,7 +498,7 @@ class Workers:
                     worker.error, worker.follows = reason, bool(header["neighbour"])
                     break
                 with self._changed:
-                    if worker not in self._workers:  # it is being ended, and others take over
+                    if worker not in self._workers:  # it is being ended
                         continue
                     if kind == "result":
                         worker.times.add_told(header)
@@ -511,8 +514,8 @@ class Workers:
             reason = worker.error = error.message
         except WireError as error:
             reason = error.message
-        except Exception as error:  # a message that lacks a field, from a worker gone wrong
-            log.exception("workers: cannot read what %s says", worker.name)
+        except Exception as error:  # a message lacks a field, for example
+            log.exception("workers: cannot read a message of %s", worker.name)
             reason = worker.error = f"its message is malformed: {type(error).__name__}: {error}."
         worker.all_read = True
         self._lose(worker, reason)
@@ -522,7 +525,7 @@ class Workers:
             self._answers[kind, number] = tensors
 
     def _watch(self, worker: _Worker, progress: int) -> None:
-        """Lose the worker that the oldest step waits for, if it has computed nothing for long."""
+        """Note a worker's progress; lose the worker that the oldest step waits for if it hangs."""
         with self._changed:
             worker.progress, now = progress, time.monotonic()
             found = self._oldest()
@@ -539,14 +542,12 @@ class Workers:
                 limit_s += COMPILE_S
             if still_s <= limit_s:
                 return
-            told = (
-                f"it has computed nothing for {still_s:.0f} s of a step of {counted(rows, 'row')}"
-            )
-            holder.error = f"{told}."
+            size = counted(rows, "row")
+            holder.error = f"it has computed nothing for {still_s:.0f} s of a step of {size}."
         self._lose(holder, holder.error)
 
     def _oldest(self) -> tuple[_Worker, tuple[str, int], int] | None:
-        """Return the oldest step under way with its rows, and the worker that it waits for."""
+        """Return the worker that the oldest step under way waits for, the step, and its rows."""
         for (kind, number), rows in self._wanted.items():
             if (kind, number) in self._answers or not self._workers:
                 continue
@@ -574,8 +575,9 @@ class Workers:
     def _first_ended(self, worker: _Worker, reason: str) -> tuple[_Worker, str]:
         """Return the worker whose end explains the loss, and how it ended.
 
-        A worker ends when a worker next to it has ended, and the engine may notice the two in any
-        order. So this waits for a worker that failed by itself; without one, `worker` is returned.
+        When a worker ends, the workers next to it end soon after, and the engine may notice any of
+        them first. So this waits a little for a worker that failed by itself. If there is none, it
+        returns the worker that was noticed.
         """
         ends = time.monotonic() + BETTER_REASON_S
         while self._may_lose(worker) and time.monotonic() < ends:
@@ -590,9 +592,9 @@ class Workers:
         return worker, reason
 
     def _end_all(self, *, again: bool) -> None:
-        """End all worker processes, at once if they do not end by themselves.
+        """End all worker processes; kill those of this machine that do not exit soon.
 
-        `again`: the engine starts its workers again, so that those started by hand should join.
+        `again` tells workers that were started by hand to join once more.
         """
         with self._changed:
             workers, self._workers = self._workers, []
@@ -612,7 +614,7 @@ class Workers:
                     worker.process.kill()
                     worker.process.wait()
         for worker in workers:
-            # To close before all is read would end the connection before the worker has read "end".
+            # Closing a socket with unread data resets the connection, and "end" might be lost.
             if worker.reader is not None:
                 worker.reader.join(max(0.0, ends - time.monotonic()))
             if worker.connection is not None:
@@ -699,7 +701,7 @@ class WorkerChain:
         return None
 
     def lost(self) -> str:
-        """Return "": lost workers are started again."""
+        """Return "": the restarter deals with lost workers."""
         return ""
 
     def repair(self) -> None:
@@ -755,13 +757,15 @@ class ChainResult:
 
 
 class ChainRestarter:
-    """Starts lost workers again, if the options say so, and not without end."""
+    """Starts all workers again after a loss, as often as the options allow."""
 
     def __init__(self, workers: Workers, options: Options) -> None:
         self._workers = workers
+        workers.hint = self._hint
         self._restarts = options.on_worker_loss == "restart"
         self._most = options.worker_restarts
-        self._ends: list[float] = []  # time.monotonic() of the losses in the last ten minutes
+        self._losses: list[float] = []  # time.monotonic() of the losses in the last ten minutes
+        self._busy = False  # workers are being started again
 
     @property
     def on_loss(self) -> Callable[[], None]:
@@ -774,33 +778,44 @@ class ChainRestarter:
         self._workers.on_loss = call
 
     def trouble(self) -> str:
-        """Return which worker is lost and what follows; "" while all work."""
+        """Return which worker is lost, and what a client can do; "" while no worker is lost."""
         lost = self._workers.lost
-        return f"{lost} {ASK_AGAIN}" if lost and self._restarts else lost
+        return f"{lost} {self._hint()}".strip() if lost else ""
+
+    def _hint(self) -> str:
+        """Return what a client can do after a loss; "" if no restart follows."""
+        follows = self._busy or (self._restarts and len(self._recent()) < self._most)
+        return ASK_AGAIN if follows else ""
+
+    def _recent(self) -> list[float]:
+        now = time.monotonic()
+        return [lost_at for lost_at in self._losses if now - lost_at < WINDOW_S]
 
     def restart(self, stop: Callable[[], bool]) -> None:
-        """Start all workers again, and once more if one is lost meanwhile, until `stop` says so.
+        """Start all workers again; try once more if a worker is lost before all have loaded.
 
-        Raise an error if they are not to be started again, or were lost too often.
+        Raise an error if the options allow no (further) restart. Return early if `stop` says so.
         """
         tries = 0
         while not stop():
-            lost, now = self._workers.lost, time.monotonic()
-            self._ends = [*(end for end in self._ends if now - end < WINDOW_S), now]
-            tries += 1
+            lost, tries = self._workers.lost, tries + 1
+            self._losses = [*self._recent(), time.monotonic()]
             if not self._restarts:
                 raise WorkerLostError(lost, hint="Restart the server; see --on-worker-loss.")
-            if max(tries, len(self._ends)) > self._most:
+            if (losses := max(tries, len(self._losses))) > self._most:
                 raise WorkerLostError(
-                    f"Workers were lost {counted(len(self._ends), 'time')} in {WINDOW_S / 60:g} "
-                    f"minutes; --worker-restarts allows {self._most}. {lost}",
+                    f"Workers were lost {counted(losses, 'time')} in {WINDOW_S / 60:g} minutes; "
+                    f"--worker-restarts allows {self._most}. {lost}",
                     hint="See the workers' messages above, or raise --worker-restarts.",
                 )
+            self._busy = True
             try:
                 return self._workers.restart(stop)
             except DeviceError as error:
                 if not stop():
                     log.error("workers: the restart failed: %s", error)
+            finally:
+                self._busy = False
         return None
 
 
@@ -809,8 +824,8 @@ def start_workers(
 ) -> Workers | None:
     """Start the worker processes that the options ask for; None if they ask for none.
 
-    The model has so many layers, of which each worker needs one. `progress` is called all the time
-    while workers are awaited, and may raise an error to end that.
+    `layers` is the model's number of layers; each worker needs at least one. `progress` is called
+    several times a second while workers are awaited, and may raise an error to end the wait.
     """
     if options.workers is None:
         return None
@@ -877,7 +892,7 @@ def open_worker_pipeline(
 
 
 def _check_hosts(options: Options, hosts: Sequence[HostWorkers]) -> None:
-    """Refuse options that cannot hold for workers on these machines."""
+    """Refuse options that workers on these machines cannot obey."""
     here = sum(host.count for host in hosts if host.is_here)
     if any(not host.is_here for host in hosts):
         if options.worker_token is None:
@@ -906,7 +921,7 @@ def _check_hosts(options: Options, hosts: Sequence[HostWorkers]) -> None:
 
 
 def _share_of_cores(place: int, count: int) -> list[int]:
-    """Return the cores of one of `count` workers that pin their threads; none if they are few."""
+    """Return the cores for one of `count` workers that pin their threads; empty if too few."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     cores = sorted(os.sched_getaffinity(0))
@@ -927,7 +942,10 @@ def _listen(address: str) -> socket.socket:
 
 
 def _open_meeting(connection: Connection | None) -> tuple[Any, tuple[str, int]]:
-    """Open the store by which workers find each other, on the address that they reached."""
+    """Open the store through which workers find each other, on the address that they reached.
+
+    Its port checks no token.
+    """
     assert connection is not None
     host = connection.local_address
     listener = socket.create_server((host, 0))
@@ -953,11 +971,11 @@ def _addresses(host: str) -> set[str]:
 
 
 def _own_end(worker: _Worker) -> str | None:
-    """Return how a worker ended if no other worker caused it; None if that is not known."""
+    """Return how a worker ended if no other worker's end caused it; None if that is not known."""
     if worker.process is None:
-        return "Its connection has ended." if worker.all_read and not worker.follows else None
+        return "its connection has ended." if worker.all_read and not worker.follows else None
     status = worker.process.poll()
-    # A process that exits by itself has told why before, if it could: that must have been read.
+    # A process that exits by itself has usually sent the reason before, so read that first.
     if status is None or status == LOST or (status >= 0 and not worker.all_read):
         return None
     return f"it has ended by {_ended(status)}."

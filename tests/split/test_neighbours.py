@@ -120,7 +120,7 @@ def test_a_neighbour_that_is_gone_is_named(tmp_path: Path) -> None:
     path = variant("llama").save_gguf(tmp_path / "m.gguf")
     _, met = meet(path, OPTIONS, 2)
     del met[0]
-    with pytest.raises(NeighbourLostError, match="Worker 1 sends no rows"):
+    with pytest.raises(NeighbourLostError, match="Receiving rows from worker 1 failed"):
         met[0].receive(2)
 
 

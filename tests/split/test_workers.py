@@ -312,7 +312,7 @@ def test_a_model_that_is_another_one_there_is_refused(path: Path, tmp_path: Path
         workers.start()
         model = describe(open_checkpoint(path))
         plan = make_worker_plan(model.shape, workers.devices, options)
-        with pytest.raises(WorkerLostError, match="is another model than the engine's"):
+        with pytest.raises(WorkerLostError, match="differs from the engine's model file"):
             workers.load(plan, model, None)
     finally:
         process.kill()
@@ -586,6 +586,28 @@ def test_an_error_before_any_layer_is_loaded_promises_no_restart() -> None:
     with pytest.raises(WorkerLostError) as raised:
         workers.send({"type": "step"})
     assert str(raised.value) == "Worker 1 is lost: gone."
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "Worker 1 is lost: gone. All workers are started again. Ask once more."),
+        ({"worker_restarts": 0}, "Worker 1 is lost: gone."),
+        ({"on_worker_loss": "stop"}, "Worker 1 is lost: gone."),
+    ],
+)
+def test_clients_are_told_to_ask_again_only_if_a_restart_follows(
+    given: dict[str, Any], told: str
+) -> None:
+    workers = Workers(Options(workers="1"))
+    restarter = ChainRestarter(workers, Options(**given))
+    assert restarter.trouble() == ""
+    workers._lost = "Worker 1 is lost: gone."
+    assert restarter.trouble() == told
+    with pytest.raises(WorkerLostError) as raised:
+        workers.send({"type": "step"})
+    assert str(raised.value) == told
     workers.close()
 
 
