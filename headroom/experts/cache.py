@@ -122,8 +122,8 @@ class CacheModel:
     ) -> Resolution:
         """Resolve the picks of a step, `[rows][used]` with -1 for none, and count them.
 
-        Entry n of `link` says how many of n missing experts cross the link, the last entry also for
-        more; the CPU computes the others. Without `link`, all cross it.
+        `link[n]` of n missing experts cross the link; beyond the table its last entry holds. The
+        CPU computes the rest. Without `link`, all cross.
         """
         self.counts.steps += 1
         step = self.counts.steps
@@ -156,7 +156,10 @@ class CacheModel:
         return resolution
 
     def _fill(self, expert: int, in_step: set[int]) -> Fill | None:
-        """Give a missing expert the slot of the victim; None if it is to have none."""
+        """Move a missing expert into the slot of the policy's victim.
+
+        Return the fill, or None if no slot may be given up for it.
+        """
         victim = self._victim(in_step)
         if victim is None or not self._admits(expert, victim):
             return None

@@ -13,8 +13,9 @@ from math import comb, exp
 
 from headroom.plan.cost_model import ColdSpeeds, link_shares, row_seconds
 
-# Time constants of the smoothing. Bad news count at once, or steps would go on waiting; good news
-# must last, or a share would follow the pauses of another program.
+# Time constants of the smoothing. A slower reading counts quickly, because steps wait for the CPU
+# meanwhile. A faster one must last about a second, or the share would follow every pause of another
+# program.
 WORSE_S, BETTER_S = 0.25, 1.0
 # The most time that one reading may stand for: a reading after a pause is a small sample.
 WORSE_MOST_S, BETTER_MOST_S = 0.1, 1.0
@@ -27,9 +28,9 @@ MIN_REQUESTS = 8
 # one expert for a moment. The time until the next probe doubles, unless the CPU was found faster
 # by PROBE_NEWS.
 PROBE_FIRST_S, PROBE_MOST_S, PROBE_NEWS = 0.5, 8.0, 0.2
-# If the GPU waits for fewer than RARE_LATES of the answers, the delay of requests is hardly seen.
-# It is then expected to return to the one at the start, with this time constant: if it has not,
-# more answers are late, and it is seen again.
+# The delay of a request shows only in answers that come late. If fewer than RARE_LATES of them are
+# late, the estimate decays to its starting value, with the time constant DELAY_S. If that is too
+# low, answers are late again and correct it.
 RARE_LATES, DELAY_S = 0.1, 4.0
 # A measured speed or delay is not taken to be further from the one at the start than this.
 MOST_FASTER, MOST_SLOWER = 2.0, 1000.0
@@ -53,13 +54,13 @@ class GroupTotals:
     steps: int  # times a layer; a step of three such layers counts three times
     requests: int  # to the CPU
     cpu_experts: int  # that the CPU has read
-    cpu_s: float  # in which it did that
-    gpu_s: float  # of these requests, until the GPU had nothing else to do
+    cpu_s: float  # that the CPU took for them
+    gpu_s: float  # from each request until the GPU had finished its own experts, summed
     gpu_experts: int  # cold experts that the GPU has read over its link
     lates: int  # answers of the CPU for which the GPU had to wait
-    late_s: float  # of these answers, the time from request to answer without the CPU's own time
-    link_bytes: int = 0  # read over the link in a time that was measured
-    link_s: float = 0.0  # that time; 0: the link's time is not measured
+    late_s: float  # from request to late answer, less the CPU's time for the experts, summed
+    link_bytes: int = 0  # read over the link while its time was measured
+    link_s: float = 0.0  # that the link took for them; 0: not measured
 
     def since(self, earlier: "GroupTotals") -> "GroupTotals":
         """Return what was counted after an earlier reading."""
@@ -198,7 +199,8 @@ class GroupController:
     def _decide(self, now_s: float) -> None:
         if now_s - self._changed_at_s < HOLD_S:
             return
-        # A table has hundreds of entries, and nearly always stays: first only those that matter.
+        # Most decisions leave the table as it is. So the best entries are found only for numbers of
+        # cold experts that a step is likely to have; the whole table follows if they are better.
         best = self._best(self.speeds, max(self._chances()))
         if self._seconds(best) < (1.0 - MIN_GAIN) * self._seconds(self.table):
             self.table, self._changed_at_s = self._best(self.speeds, self.shape.most), now_s

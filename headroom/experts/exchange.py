@@ -93,13 +93,13 @@ def plan_exchanges(
 
 
 def needed_errors(pairs: int, false_chance: float) -> float:
-    """Return by how many standard errors the counts of a pair must differ to be no chance.
+    """Return how many standard errors two counts must differ by before the difference is real.
 
-    A round looks at the best of all pairs of a hot and a cold expert, so each pair may deceive it
-    with the chance `false_chance / pairs` only. If two experts are chosen equally often and have n
-    choices together, the standard error of their difference is at most sqrt(n), and by Hoeffding's
-    inequality the difference exceeds z * sqrt(n) with a chance of at most exp(-z * z / 2), however
-    few the choices are.
+    A round takes the best of all pairs of a hot and a cold expert. So that it is wrong with at most
+    the chance `false_chance`, each pair may be wrong with the chance `false_chance / pairs`. If two
+    experts are chosen equally often and have n choices together, the standard error of their
+    difference is at most sqrt(n). By Hoeffding's inequality the difference exceeds z * sqrt(n) with
+    a chance of at most exp(-z * z / 2), however few the choices are.
     """
     if false_chance >= 1:
         return 0.0
@@ -131,9 +131,10 @@ def _pair(
 
 
 def _is_proved(exchange: Exchange, counts: Sequence[float], errors: float) -> bool:
-    """Return whether a gain exceeds so many standard errors of the difference of two counts.
+    """Return whether the two experts' counts differ by more than `errors` standard errors.
 
-    Counts that were scaled down vary less than their size says, so this asks rather too much.
+    Counts that were scaled down (`recent`) scatter less than the square root of their size, so that
+    the test is stricter for them than it need be.
     """
     both = counts[exchange.promoted] + counts[exchange.demoted]
     return exchange.gain > errors * sqrt(both)

@@ -158,9 +158,11 @@ def _greedy(
         layer = layers[index]
         count = counts[index][orders[index][taken[index]]]
         level = (taken[index] + 0.5) / layer.experts
-        # The share of even routing falls with the share of the layer that is hot (its sum stays the
-        # same), or chance would fill some layers and leave others at the floor. It is divided by
-        # the mean size, so that without statistics small experts have no precedence.
+        # The prior choices of even routing, `layer.prior` in all. The first experts of a layer get
+        # 1.5 times their equal share of them and the last ones half of it. So layers with equal
+        # counts fill up evenly, instead of some completely and others not beyond the floor. The
+        # prior is divided by the mean size of all experts, so that without statistics layers with
+        # small experts do not come first.
         prior = (1.5 - level) * layer.prior / layer.experts
         score = count / max(1, layer.expert_bytes) + prior / mean_bytes
         return -score, -count, level, index

@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 READ_EVERY_S = 1.0
 MIN_STEPS = 128  # decode steps that a comparison rests on
 MIN_GAIN = 0.01  # share of the picks that another policy must hit more often
-# What filling slots costs, as a share of the picks that it must hit more often than "static" does.
-# Where all experts are chosen equally often, it took 4 % of a step without any gain (60 % of
-# Qwen3.5-35B-A3B resident, H200, 2026-11).
+# A policy that fills slots must beat "static" by this share of the picks, because filling takes
+# time even where it gains no hits: 4 % of a step where all experts are chosen equally often (60 %
+# of Qwen3.5-35B-A3B resident, H200, 2026-11).
 FILLS_COST = 0.02
-# What is copied between two steps to bring the placement's experts back: a few milliseconds.
+# The most that is copied back between two steps after a change to "static": a few milliseconds.
 RESTORED_BYTES = 256 << 20
 _STEPS, _PICKS, _HITS = (COUNTERS.index(name) for name in ("steps", "picks", "hits"))
 
@@ -80,7 +80,7 @@ class PolicyKeeper:
         self._store = store
         self._layers = [layer for layer in store.layers if layer is not None and layer.is_cached]
         self._policy = first
-        # Layers, with their experts in the placement, that "static" has not got back yet.
+        # Layers whose placed experts are still to be copied back, after a change to "static".
         self._restores: deque[tuple[LayerStore, tuple[int, ...]]] = deque()
         self._tables = open_shadows(store.layers, store.seen)
         self._mark, self._clock = mark, clock

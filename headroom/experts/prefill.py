@@ -333,7 +333,8 @@ class StreamedLayer:
         self._stream, self._activation = stream, activation
         self._tiles, self._store = tiles, store
         self._loads = LayerLoads(tiles, store, stream.buffer_bytes // store.expert_bytes)
-        # Exchanges leave as many experts cold, and make cold picks fewer.
+        # Exchanges keep the number of cold experts and lower the number of cold picks, so this
+        # stays an upper bound.
         self._cold = ColdLayer(
             size=self._size,
             experts=len(self._loads.rows()),
@@ -385,7 +386,8 @@ class StreamedLayer:
         """Return whether a step of so many rows waits for its picks before it copies experts."""
         if rows <= self.counted_rows:
             return True
-        # It would if the CPU were as fast as it was: one layer finds out.
+        # At the CPU's starting speed this step would wait; one layer does, to measure whether the
+        # CPU has recovered.
         return rows <= self._first_counted_rows and self._stream.speeds.probe_due
 
     def _streamed(

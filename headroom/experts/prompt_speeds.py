@@ -13,8 +13,8 @@ from dataclasses import replace
 from headroom.experts.controller import Trend, trend_from
 from headroom.plan.cost_model import ColdSpeeds
 
-# The time that one reading stands for in the smoothing: it is the work of a layer or of a copy of
-# many experts, and a prompt has tens of them.
+# The time constants of the smoothing (controller.py) are in seconds, and readings come one for each
+# layer or large copy, tens in a prompt. Each counts as if the speed had been seen for this long.
 READING_S = 0.1
 # If the CPU got nothing for so long, one layer of a step leaves it one expert.
 PROBE_EVERY_S = 1.0

@@ -260,7 +260,7 @@ class LayerStore:
         self.lookup.state[1:].zero_()
 
     def take_places(self, table: torch.Tensor) -> None:
-        """Take note of where the experts of a layer with a cache are, by a copy of its table."""
+        """Update the residency from a host copy of this layer's table."""
         _, place = table_views(table)
         slot = place.long() - 1
         slot[slot < 0] = NOWHERE

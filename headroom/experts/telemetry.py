@@ -299,7 +299,11 @@ class HitCounter:
         )
 
     def _hits_with(self, cache: CacheTotals | None) -> tuple[tuple[int, ...], dict[str, int]]:
-        """Return the hits by layer, and those of all layers by cause."""
+        """Return the hits by layer, and those of all layers by cause.
+
+        In a layer with a cache, decode steps count their hits on the GPU. Hits of prompts are
+        computed from the picks and from where experts were when the picks were read.
+        """
         by_layer: list[int] = []
         causes = dict.fromkeys(HIT_CAUSES, 0)
         decode = self._decode_hits.tolist()
@@ -308,7 +312,7 @@ class HitCounter:
                 by_layer.append(placed)
                 causes["pinned"] += placed
                 continue
-            prompts = placed - decode[layer]  # by where experts were when they were counted
+            prompts = placed - decode[layer]
             by_layer.append(prompts + cache.hits[layer])
             causes["cached"] += prompts
             for cause, count in cache.causes[layer].items():
