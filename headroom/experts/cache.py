@@ -8,7 +8,8 @@ This is the plain statement of that rule, in integers, without torch and numpy. 
 and the simulator of traces must agree with it exactly, and tests compare them with it.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -39,6 +40,11 @@ RULES = CacheRules(
 def policies_for(slots: int, used: int) -> tuple[Policy, ...]:
     """Return the policies that a layer may have: only "static" if it has too few slots."""
     return POLICIES if slots >= LEAST_TOKENS * used else ("static",)
+
+
+# Why an expert is in its slot: the host put it there ("placed"), a step that missed it filled the
+# slot ("step"), or the end of a prompt did, ahead of the steps that use it ("ahead").
+Origin = Literal["placed", "step", "ahead"]
 
 
 class Fill(NamedTuple):
@@ -73,6 +79,8 @@ class CacheCounts:
     # How often the link carried an expert: once for a fill, and for a bypassed expert once for each
     # row that picked it.
     reads: int = 0
+    pinned_hits: int = 0  # hits of experts that no fill brought
+    prefetched_hits: int = 0  # hits of experts that were filled ahead of the steps that used them
 
 
 @dataclass(slots=True)
@@ -82,6 +90,7 @@ class _Expert:
     uses: int = 0  # hits since it was filled
     score: int = 0  # decayed count
     pinned: bool = False  # never gives up its slot
+    origin: Origin = "placed"
 
 
 @dataclass(slots=True)
@@ -118,7 +127,10 @@ class CacheModel:
         return cls(policy, states, slots)
 
     def resolve(
-        self, picks: Sequence[Sequence[int]], link: Sequence[int] | None = None
+        self,
+        picks: Sequence[Sequence[int]],
+        link: Sequence[int] | None = None,
+        origin: Origin = "step",  # of the experts that are filled
     ) -> Resolution:
         """Resolve the picks of a step, `[rows][used]` with -1 for none, and count them.
 
@@ -141,21 +153,22 @@ class CacheModel:
                 hits.append(expert)
             else:
                 misses.append(expert)
+        origins = {expert: self.experts[expert].origin for expert in hits}
         linked = len(misses) if link is None else link[min(len(misses), len(link) - 1)]
         filled: list[Fill] = []
         bypassed: list[int] = []
         in_step = set(distinct)
         for expert in misses[:linked]:
-            fill = self._fill(expert, in_step)
+            fill = self._fill(expert, in_step, origin)
             if fill is None:
                 bypassed.append(expert)
             else:
                 filled.append(fill)
         resolution = Resolution(hits, filled, bypassed, misses[linked:])
-        self._count(picks, resolution)
+        self._count(picks, resolution, origins)
         return resolution
 
-    def _fill(self, expert: int, in_step: set[int]) -> Fill | None:
+    def _fill(self, expert: int, in_step: set[int], origin: Origin) -> Fill | None:
         """Move a missing expert into the slot of the policy's victim.
 
         Return the fill, or None if no slot may be given up for it.
@@ -166,6 +179,7 @@ class CacheModel:
         state, given_up = self.experts[expert], self.experts[victim]
         state.slot, given_up.slot = given_up.slot, -1
         state.uses = 0
+        state.origin, given_up.origin = origin, "placed"
         self.slots[state.slot] = expert
         return Fill(expert, state.slot, victim)
 
@@ -191,11 +205,18 @@ class CacheModel:
             return self.experts[expert].score > self.experts[victim].score
         return self.policy != "static"
 
-    def _count(self, picks: Sequence[Sequence[int]], resolution: Resolution) -> None:
-        hits = set(resolution.hits)
+    def _count(
+        self,
+        picks: Sequence[Sequence[int]],
+        resolution: Resolution,
+        origins: Mapping[int, Origin],  # of the hits
+    ) -> None:
         flat = [expert for row in picks for expert in row if expert >= 0]
+        by_cause = Counter(origins[expert] for expert in flat if expert in origins)
         self.counts.picks += len(flat)
-        self.counts.hits += sum(expert in hits for expert in flat)
+        self.counts.hits += by_cause.total()
+        self.counts.pinned_hits += by_cause["placed"]
+        self.counts.prefetched_hits += by_cause["ahead"]
         self.counts.linked += len(resolution.filled) + len(resolution.bypassed)
         self.counts.filled += len(resolution.filled)
         self.counts.bypassed += len(resolution.bypassed)

@@ -379,7 +379,7 @@ class StreamedLayer:
             return
         last = Picks(picks.ids.index_select(0, ends), picks.weights.index_select(0, ends))
         uncounted = replace(table, counts=self._stream.uncounted, seen=None)
-        expert_cache.resolve(last, uncounted, RULES, None)
+        expert_cache.resolve(last, uncounted, RULES, None, expert_cache.FILLED_AHEAD)
         expert_cache.fill(table.filling)
 
     def _waits_for_picks(self, rows: int) -> bool:

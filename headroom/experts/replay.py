@@ -27,6 +27,11 @@ Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 _BLOCK_PICKS = 1 << 20  # steps are prepared together up to so many picks
+# What is counted of each layer, by the names of CacheCounts; the others follow from these.
+_TOTALS = (
+    *("picks", "hits", "linked", "filled", "left_to_cpu", "reads"),
+    *("pinned_hits", "prefetched_hits"),
+)
 _NEVER = np.int64(1) << 62  # the key of an expert that is no victim
 
 
@@ -200,20 +205,19 @@ class LayerCaches:
         self._may_leave = ~_members(pinned or [()] * count, count, experts)
         self._last = np.zeros((count, experts), np.int64)
         self._uses = np.zeros((count, experts), np.int64)
+        self._filled = np.zeros((count, experts), np.bool_)  # whether a step gave it its slot
         self._score = np.zeros((count, experts), np.int64)
         self._own = np.arange(count)[:, None]
         self._ids = np.arange(experts)
         self._steps = 0
-        # Of each layer since the start: picks, hits, linked, filled, left to the CPU, reads.
-        self._totals = np.zeros((6, count), np.int64)
+        self._totals = np.zeros((len(_TOTALS), count), np.int64)
 
     def counts(self) -> tuple[CacheCounts, ...]:
         """Return what each layer's cache did since the start."""
+        totals = [dict(zip(_TOTALS, row, strict=True)) for row in self._totals.T.tolist()]
         return tuple(
-            CacheCounts(
-                *(self._steps, picks, hits, linked, filled, linked - filled, left_to_cpu, reads)
-            )
-            for picks, hits, linked, filled, left_to_cpu, reads in self._totals.T.tolist()
+            CacheCounts(steps=self._steps, bypassed=row["linked"] - row["filled"], **row)
+            for row in totals
         )
 
     def residents(self) -> list[list[int]]:
@@ -236,12 +240,15 @@ class LayerCaches:
         self._score[rows, chosen] += SCORE_ONE
         self._last[rows, chosen] = self._steps
         self._uses[rows, chosen] += 1  # of a filled expert it is set to 0 below
-        filled = np.zeros_like(missing)
+        pinned = (hit & ~self._filled[self._own, ids]).sum(1)
+        none_ahead = filled = np.zeros_like(missing)  # a trace has no prompts, which fill ahead
         if self._policy != "static" and linked.any():
             filled = self._fill(ids, miss, linked)
         valid = (ids >= 0).sum(1)
         reads = filled + self._picks_in_place(ids, miss, hit, linked).sum(1)
-        self._totals += np.stack([valid, hit.sum(1), linked, filled, missing - linked, reads])
+        self._totals += np.stack(
+            [valid, hit.sum(1), linked, filled, missing - linked, reads, pinned, none_ahead]
+        )
 
     def _picks_in_place(self, ids: Numbers, miss: Flags, hit: Flags, linked: Numbers) -> Flags:
         """Return which picks read an expert over the link that got no slot."""
@@ -288,6 +295,8 @@ class LayerCaches:
         entered = wanted[rows, columns]
         self._resident[rows, entered] = True
         self._uses[rows, entered] = 0
+        self._filled[rows, given_up[rows, columns]] = False
+        self._filled[rows, entered] = True
         filled: Numbers = fills.sum(1)
         return filled
 

@@ -15,7 +15,7 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts.cache import POLICIES, Policy, policies_for
-from headroom.experts.copies import CopyQueue, Mark, open_copies, pinned_empty
+from headroom.experts.copies import CopyQueue, Mark, on_device, open_copies, pinned_empty
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdCosts
 from headroom.families.config import ExpertsConfig
@@ -293,6 +293,10 @@ class LayerStore:
             copy_bytes(self.slots[places[expert]], self.cold[expert])
         if copied:
             self._publish(self._residency.with_moved(places, {}))
+        if moved := leaving + coming:
+            assert self.lookup.state is not None
+            which = on_device(torch.tensor(moved), self.slots.device)
+            expert_cache.origins_of(self.lookup.state).index_fill_(0, which, 0)
         return len(copied) * self.expert_bytes
 
     @property

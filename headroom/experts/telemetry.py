@@ -12,8 +12,9 @@ from headroom.experts.placement import ExpertPlacement
 # ones, the GPU waited for the CPU.
 TIMES = ("hot", "cold", "wait")
 COPIES = "copies"  # of prefill steps: the GPU waited for copies of cold experts
-# Why a picked expert was in GPU memory: its slot belongs to it (also all experts of layers without
-# a cache), the cache had filled its slot before, or it was filled before any step asked for it.
+# Why a picked expert was in GPU memory: the host had put it there (so it is in layers without a
+# cache), a step that missed it had filled the slot, or the end of a prompt had, ahead of the steps
+# that use it.
 HIT_CAUSES = ("pinned", "cached", "prefetched")
 # Where decode steps found experts that were not: read over the link into a slot, read in place over
 # the link, or computed by the CPU. Each counts once a step, however many rows picked it.
@@ -35,13 +36,10 @@ class CacheTotals:
 def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
     """Return the totals that counters int64 `[layers, fields]` in host memory stand for.
 
-    Needed are the fields steps, hits, linked, filled and reads. Of the causes of hits,
-    `pinned_hits` and `prefetched_hits` may be among the fields; all other hits are of experts that
-    were cached.
+    `fields` are those of the counters, and among them all that this needs.
     """
     columns = dict(zip(fields, counts.t().tolist(), strict=True))
-    none = [0] * len(counts)
-    pinned, ahead = columns.get("pinned_hits", none), columns.get("prefetched_hits", none)
+    pinned, ahead = columns["pinned_hits"], columns["prefetched_hits"]
     return CacheTotals(
         used=tuple(steps > 0 for steps in columns["steps"]),
         hits=tuple(columns["hits"]),

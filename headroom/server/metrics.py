@@ -175,6 +175,7 @@ def _residency_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> It
         for key, count in counts.items():
             counter.add_metric([*values, key], count)
         yield counter
+    yield from _policy_metrics(experts, label)
     if (paces := experts.paces) is None:
         return
     share = GaugeMetricFamily(
@@ -192,6 +193,26 @@ def _residency_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> It
     for of, pace in (("cpu", paces.cpu), ("cpu_prompts", paces.cpu_prompts), ("link", paces.link)):
         speed.add_metric([*values, of], pace)
     yield speed
+
+
+def _policy_metrics(experts: ExpertTelemetry, label: Mapping[str, str]) -> Iterable[Metric]:
+    """Yield by which policy slots change hands, and what each one would have hit lately."""
+    if (state := experts.policy) is None:
+        return
+    names, values = [*label, "policy"], list(label.values())
+    now = GaugeMetricFamily(
+        "headroom_expert_policy", "1 for the policy by which slots change hands", labels=names
+    )
+    now.add_metric([*values, state.policy], 1)
+    yield now
+    rates = GaugeMetricFamily(
+        "headroom_expert_policy_hit_rate",
+        "Share of the last chosen experts that each policy would have found hot",
+        labels=names,
+    )
+    for policy, rate in state.hit_rates.items():
+        rates.add_metric([*values, policy], rate)
+    yield rates
 
 
 class Metrics:

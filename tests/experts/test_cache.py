@@ -1,6 +1,6 @@
 """The model of a layer's cache: slots and experts always agree, and victims are the right ones."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from headroom.experts.cache import (
     SPARE_STEPS,
     CacheModel,
     Fill,
+    Origin,
     Policy,
     Resolution,
     distinct_picks,
@@ -280,6 +281,23 @@ def test_counters_add_up_what_steps_did(case: Case) -> None:
     assert (counts.steps, counts.picks, counts.hits) == (len(case.steps), picks, hits)
     assert (counts.filled, counts.bypassed, counts.left_to_cpu) == (filled, bypassed, left)
     assert (counts.linked, counts.reads) == (filled + bypassed, reads)
+
+
+@given(cases())
+def test_hits_are_counted_by_what_put_the_expert_into_its_slot(case: Case) -> None:
+    cache = case.start()
+    why = dict.fromkeys(case.resident, "placed")  # of the experts in slots
+    counted: Counter[str] = Counter()
+    for number, step in enumerate(case.steps):
+        counted.update(why[expert] for row in step for expert in row if expert in why)
+        origin: Origin = "ahead" if number % 3 == 1 else "step"
+        for fill in cache.resolve(step, case.link, origin).filled:
+            del why[fill.victim]
+            why[fill.expert] = origin
+        assert {e: cache.experts[e].origin for e in cache.slots} == why
+    counts = cache.counts
+    assert (counts.pinned_hits, counts.prefetched_hits) == (counted["placed"], counted["ahead"])
+    assert counts.hits == counted.total()
 
 
 def test_too_few_slots_for_the_experts_of_a_few_tokens_leave_only_static() -> None:

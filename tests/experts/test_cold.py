@@ -16,7 +16,7 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.replay import ReplaySettings, replay
 from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.synth_trace import PRESETS, synth_trace
-from headroom.experts.telemetry import HitCounter
+from headroom.experts.telemetry import HitCounter, cache_totals
 from headroom.experts.trace import TracedLayer
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts, experts_scratch, grouped
@@ -456,6 +456,12 @@ def test_slots_are_filled_with_what_the_end_of_a_prompt_picked(
         assert row is not None
         assert torch.equal(slot.cpu(), row.cpu())
     assert not found.cold_experts.store.cache_counts.any()  # a prompt's picks are counted elsewhere
+    found.run(*inputs(1))  # a decode step, of any experts
+    causes = cache_totals(found.cold_experts.store.cache_counts.cpu(), COUNTERS).causes[0]
+    assert causes["prefetched"] > 0
+    assert causes["pinned"] == causes["cached"] == 0
+    found.cold_experts.store.repair()
+    found.store.hold((0, 3, 5))
     found.cold_experts.begin_prompt(prompt(40, draws=[False]))
     picks.ids[:] = torch.tensor([1, 2, 4], dtype=torch.int32).to("cuda")
     assert torch.equal(found.run(x, picks), wanted.run(x, picks))

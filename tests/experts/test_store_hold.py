@@ -60,9 +60,13 @@ def layer_of(store: ExpertStore) -> LayerStore:
 def test_exactly_the_experts_that_are_named_are_resident(hot: tuple[int, ...]) -> None:
     store = cached_store()
     layer = layer_of(store)
+    assert layer.lookup.state is not None
+    origins = expert_cache.origins_of(layer.lookup.state).fill_(1)
     coming = [expert for expert in hot if expert not in PLACED]
     assert layer.hold(hot) == len(coming) * layer.expert_bytes
     assert check_cached_layer(store, 0) == sorted(hot)
+    moved = {*hot} ^ {*PLACED}  # their next hits are of experts that the host put there
+    assert origins.cpu().tolist() == [int(expert not in moved) for expert in range(EXPERTS)]
     layer.slots.random_(0, 255)
     assert layer.hold(hot, copy_all=True) == len(hot) * layer.expert_bytes
     assert check_cached_layer(store, 0) == sorted(hot)

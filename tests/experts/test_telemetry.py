@@ -16,7 +16,6 @@ from headroom.experts.telemetry import (
 )
 from headroom.kernels.cuda.expert_cache import COUNTERS
 
-FIELDS = (*COUNTERS, "pinned_hits", "prefetched_hits")
 NONE = torch.zeros(1, 3, dtype=torch.int64)  # in steps of few rows
 
 
@@ -114,10 +113,10 @@ def test_a_move_promotes_one_expert_and_demotes_another() -> None:
     assert found.cold_bytes == {"gpu": 110 + 11_000}
 
 
-def counters(*rows: dict[str, int], fields: tuple[str, ...] = FIELDS) -> CacheTotals:
+def counters(*rows: dict[str, int]) -> CacheTotals:
     """Return the totals of layers with these counters; others are 0."""
-    counts = torch.tensor([[row.get(name, 0) for name in fields] for row in rows])
-    return cache_totals(counts, fields)
+    counts = torch.tensor([[row.get(name, 0) for name in COUNTERS] for row in rows])
+    return cache_totals(counts, COUNTERS)
 
 
 def test_the_counters_of_a_cache_say_why_experts_were_hits() -> None:
@@ -126,9 +125,6 @@ def test_the_counters_of_a_cache_say_why_experts_were_hits() -> None:
     assert (found.used, found.hits) == ((False, True), (0, 20))
     assert (found.linked, found.filled, found.reads) == ((0, 7), (0, 5), (0, 9))
     assert found.causes[1] == {"pinned": 11, "cached": 6, "prefetched": 3}
-    # Counters that know no other cause are those of a cache alone.
-    plain = counters(row, fields=COUNTERS)
-    assert plain.causes == ({"pinned": 0, "cached": 20, "prefetched": 0},)
 
 
 def test_hits_and_misses_of_layers_with_and_without_a_cache_add_up() -> None:

@@ -11,6 +11,7 @@ from headroom.kernels.cuda.expert_cache import (
     FILL_WORDS,
     PINNED,
     STATE_WORDS,
+    STEP_FILLED,
     CpuRequest,
     Filling,
     LayerTable,
@@ -32,13 +33,13 @@ class CachedLayer:
     model: CacheModel
     box: Mailbox
 
-    def resolve(self, ids: torch.Tensor, asks: bool) -> Picks:
+    def resolve(self, ids: torch.Tensor, asks: bool, origin: int = STEP_FILLED) -> Picks:
         """Resolve a step's picks, which lie in host memory; `asks`: the CPU takes some."""
         where = self.table.place.device
         picks = Picks(ids.clone().to(where), torch.rand(ids.shape, device=where))
         x = torch.ones(len(ids), HIDDEN, device=where)
         request = CpuRequest(x, self.box, 0) if asks else None
-        return expert_cache.resolve(picks, self.table, RULES, request)
+        return expert_cache.resolve(picks, self.table, RULES, request, origin)
 
     def experts_at(self) -> list[int]:
         """Return the expert to whose bytes the table leads, by expert."""

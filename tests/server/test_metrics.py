@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from headroom.engine.stats import ExpertTelemetry
-from headroom.experts.telemetry import ColdPaces
+from headroom.experts.telemetry import ColdPaces, PolicyState
 from tests.server.fakes import TIMINGS, FakeLLM
 
 USER = {"role": "user", "content": "hi"}
@@ -75,6 +75,7 @@ def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm
         causes={"pinned": 7, "cached": 3, "prefetched": 0},
         misses={"filled": 2, "in_place": 1, "cpu": 5},
         paces=ColdPaces(cpu_share=0.5, cpu=0.25, cpu_prompts=0.75, link=1.0),
+        policy=PolicyState("lru", {"static": 0.5, "lru": 0.75}),
     )
     lines = client.get("/metrics").text.splitlines()
     for line in (
@@ -93,6 +94,9 @@ def test_expert_metrics_are_reported_by_layer_and_path(client: httpx.Client, llm
         "headroom_cold_cpu_share 0.5",
         'headroom_cold_pace{of="cpu"} 0.25',
         'headroom_cold_pace{of="cpu_prompts"} 0.75',
+        'headroom_expert_policy{policy="lru"} 1.0',
+        'headroom_expert_policy_hit_rate{policy="static"} 0.5',
+        'headroom_expert_policy_hit_rate{policy="lru"} 0.75',
     ):
         assert line in lines
     assert not any(line.startswith('headroom_expert_hit_rate{layer="0"}') for line in lines)

@@ -25,10 +25,12 @@
 #define NEVER ~0ull    // key of an expert that cannot give up its slot
 #define LANES_A_SLOT 8 // threads that rank one slot
 
-// The words of a layer's `state`: the policy, the number of steps, then three words of each expert.
+// The words of a layer's `state`: the policy, the number of steps, then four words of each expert.
 enum StateWord { POLICY = 0, STEP = 1, EXPERT_WORDS = 4 };
 enum Policy { STATIC = 0, LRU = 1, SPARE = 2, COUNTS = 3 };
-enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, READS, COUNTERS };
+enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, READS, PINNED_HITS, PREFETCHED_HITS, COUNTERS };
+// Why an expert is in a slot: the host put it there, a step filled the slot, or the end of a prompt did.
+enum Origin { PLACED = 0, STEP_FILLED = 1, FILLED_AHEAD = 2 };
 // Of handover.cu: words in GPU memory, and counters of a layer.
 enum Own { REQUESTS = 0, FIRST = 3, SINCE = 4, ASKED = 8 };
 enum HandoverCount { GPU_PICKS = 2, GPU_READS = 5 };
@@ -43,6 +45,7 @@ struct Cache {
     // Hits since the expert was filled; -1: it is pinned.
     __device__ __forceinline__ int* uses() const { return last() + experts; }
     __device__ __forceinline__ int* score() const { return uses() + experts; }  // decayed count
+    __device__ __forceinline__ int* origin() const { return score() + experts; }  // PLACED without a slot
     __device__ __forceinline__ int policy() const { return state ? state[POLICY] : STATIC; }
 };
 
@@ -56,9 +59,11 @@ struct Room {
     int victims[MOST];    // slots in the order in which they are given up
     int slot[MOST];       // by miss: the slot that it fills, or -1
     int fate[MOST];       // by expert: n > 0: it is fill n - 1; -1: the CPU computes it; else 0
+    u8 origin[MOST];      // by expert
     u64 keys[MOST];       // by slot: the smallest key is given up first; its lower half is the expert
     int warp_sums[32];
     int eligible, filled, hits, picks;
+    int by_origin[3];  // hits
 };
 
 #define EACH_THREAD (MOST / THREADS)  // experts of a thread
@@ -79,6 +84,7 @@ struct Held {
             place[i] = cache.place[e];
             if (cache.state) last[i] = cache.last()[e], uses[i] = cache.uses()[e], score[i] = cache.score()[e];
             room.place[e] = place[i];
+            room.origin[e] = cache.state ? cache.origin()[e] : PLACED;
             room.first[e] = MOST;
             room.fate[e] = 0;
             room.keys[e] = NEVER;  // of a slot without an expert, which only the host fills (LayerStore.hold)
@@ -121,11 +127,15 @@ __device__ __forceinline__ Division divide(const Cache& cache, Held& held, int e
     const int policy = held.policy, order = rank * rows + row;
     room.in_order[thread] = -1;
     if (thread == 0) room.eligible = room.filled = room.hits = room.picks = 0;
+    if (thread < 3) room.by_origin[thread] = 0;
     __syncthreads();
     if (expert >= 0) {
         atomicMin(room.first + expert, order);
         atomicAdd(&room.picks, 1);
-        if (room.place[expert]) atomicAdd(&room.hits, 1);
+        if (room.place[expert]) {
+            atomicAdd(&room.hits, 1);
+            atomicAdd(room.by_origin + room.origin[expert], 1);
+        }
     }
     int step = held.step + 1;
     const bool halve = step == STEP_MOST;  // so that steps never overflow
@@ -200,13 +210,16 @@ __device__ __forceinline__ Division divide(const Cache& cache, Held& held, int e
 
 // Gives the filled experts their slots; `then(fill, expert, slot, victim)` is called for each.
 template <class Then>
-__device__ __forceinline__ void take_slots(const Cache& cache, const Division& found, const Room& room, Then then) {
+__device__ __forceinline__ void take_slots(const Cache& cache, const Division& found, const Room& room, int origin,
+                                           Then then) {
     const int i = threadIdx.x;
     if (i >= found.linked || room.slot[i] < 0) return;
     const int expert = room.misses[i], slot = room.slot[i], victim = static_cast<int>(room.keys[slot]);
     cache.place[victim] = 0;
     cache.place[expert] = slot + 1;
     cache.uses()[expert] = 0;
+    cache.origin()[victim] = PLACED;
+    cache.origin()[expert] = origin;
     then(room.fate[expert] - 1, expert, slot, victim);
 }
 
@@ -229,6 +242,8 @@ __device__ __forceinline__ void count_step(u64* counts, const Division& found, c
     counts[FILLED] += room.filled;
     counts[BYPASSED] += found.linked - room.filled;
     counts[LEFT_TO_CPU] += found.misses - found.linked;
+    counts[PINNED_HITS] += room.by_origin[PLACED];
+    counts[PREFETCHED_HITS] += room.by_origin[FILLED_AHEAD];
 }
 
 // The memories that a layer's addresses point into.
@@ -296,14 +311,14 @@ __device__ __forceinline__ void publish(const Mail& to, int expert, int rows, in
 // The body of resolve and choose_resolve, for thread (row, rank) with its pick.
 __device__ __forceinline__ void run(int expert, int* ids, int rows, int used, const Cache& cache, Held& held,
                                     Room& room, const Memories& memories, const int* link, int most, u32* fills, int* picks_seen,
-                                    u64* cache_counts, const Mail& to) {
+                                    u64* cache_counts, const Mail& to, int origin) {
     __shared__ int taken[MOST_ROWS];
     const int row = threadIdx.x / 32, lane = threadIdx.x % 32, pick = row * used + lane;
     const bool is_pick = row < rows && lane < used;
     if (!is_pick) expert = -1;
     if (picks_seen && is_pick) picks_seen[pick] = expert;
     const Division found = divide(cache, held, expert, rows, to.mail ? link : nullptr, most, room);
-    take_slots(cache, found, room, [&](int fill, int filled, int slot, int victim) {
+    take_slots(cache, found, room, origin, [&](int fill, int filled, int slot, int victim) {
         memories.point(victim, memories.host + static_cast<size_t>(victim) * memories.expert_bytes);
         memories.point(filled, memories.slots + static_cast<size_t>(slot) * memories.expert_bytes);
         fills[FILL_EXPERT + fill] = filled;
@@ -324,12 +339,12 @@ __device__ __forceinline__ void run(int expert, int* ids, int rows, int used, co
 }
 
 // ids, weights [rows, used]: the router's picks; ids of the CPU's picks become -1. seen [rows, used]: receives
-// the picks for `shadow`, may be null. One block, a warp for each row.
+// the picks for `shadow`, may be null. origin: of the fills. One block, a warp for each row.
 extern "C" __global__ void __launch_bounds__(THREADS)
 resolve(int* ids, const float* weights, int rows, int used, int* place, int* state, int experts, int slots,
         long long* table, const u8* host, u8* slot_memory, int expert_bytes, int up, int down, const int* link,
         int most, u32* fills, int* seen, u64* cache_counts, const float* x, u32* mail, u32* own, u64* counts,
-        int hidden, int layer) {
+        int hidden, int layer, int origin) {
     __shared__ Room room;
     const Cache cache{place, state, experts, slots};
     Held held;
@@ -340,7 +355,7 @@ resolve(int* ids, const float* weights, int rows, int used, int* place, int* sta
     const int expert = row < rows && lane < used ? ids[row * used + lane] : -1;
     run(expert, ids, rows, used, cache, held, room,
         Memories{table, host, slot_memory, expert_bytes, up, down}, link, most, fills, seen, cache_counts,
-        Mail{x, weights, mail, own, counts, hidden, layer});
+        Mail{x, weights, mail, own, counts, hidden, layer}, origin);
 }
 
 #ifdef EXPERTS
@@ -350,7 +365,7 @@ choose_resolve(const float* logits, int stride, const float* bias, const int* se
                float scale, float softcap, int* ids, float* weights, int rows, int used, int* place, int* state,
                int slots, long long* table, const u8* host, u8* slot_memory, int expert_bytes, int up, int down,
                const int* link, int most, u32* fills, int* seen, u64* cache_counts, const float* x, u32* mail,
-               u32* own, u64* counts, int hidden, int layer) {
+               u32* own, u64* counts, int hidden, int layer, int origin) {
     __shared__ Room room;
     const Cache cache{place, state, EXPERTS, slots};
     Held held;
@@ -374,7 +389,7 @@ choose_resolve(const float* logits, int stride, const float* bias, const int* se
     }
     run(expert, ids, rows, used, cache, held, room,
         Memories{table, host, slot_memory, expert_bytes, up, down}, link, most, fills, seen, cache_counts,
-        Mail{x, weights, mail, own, counts, hidden, layer});
+        Mail{x, weights, mail, own, counts, hidden, layer}, origin);
 }
 #endif
 
@@ -396,7 +411,7 @@ shadow(const int* seen, int stride, const int* shape, int* places, int place_wor
     int expert = -1;
     if (row < rows && lane < used) expert = seen[static_cast<size_t>(blockIdx.x) * stride + row * used + lane];
     const Division found = divide(cache, held, expert, rows, nullptr, 0, room);
-    take_slots(cache, found, room, [](int, int, int, int) {});
+    take_slots(cache, found, room, STEP_FILLED, [](int, int, int, int) {});
     count_step(counts + static_cast<size_t>(at) * COUNTERS, found, room, link_reads(expert, room));
 }
 

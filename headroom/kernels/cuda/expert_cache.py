@@ -22,11 +22,16 @@ FILL_WORDS = 4 + 4 * MOST_FILLS  # see fill.cuh
 FILL_THREADS = 256  # of a block that copies fills
 FILL_BLOCKS = 96  # that copy fills of a layer: enough 16-byte loads in flight to fill a link
 STATE_WORDS = 4  # of a layer's cache before the words of its experts
-EXPERT_WORDS = 3  # of each expert in a layer's cache
+EXPERT_WORDS = 4  # of each expert in a layer's cache
 PINNED = -1  # the uses of an expert that never gives up its slot
 # Counters of a layer since the start, as in experts.cache.CacheCounts; the picks of padding rows
 # are not counted.
-COUNTERS = ("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu", "reads")
+COUNTERS = (
+    *("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu", "reads"),
+    *("pinned_hits", "prefetched_hits"),
+)
+# Why an expert got its slot within a step: a step asked for it, or a prompt's end fills it ahead.
+STEP_FILLED, FILLED_AHEAD = 1, 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +96,23 @@ def new_state(experts: int, policy: int) -> torch.Tensor:
     return state
 
 
+def origins_of(state: torch.Tensor) -> torch.Tensor:
+    """Return the words of a cache that say why experts are in slots; 0: the host put them there."""
+    experts = (len(state) - STATE_WORDS) // EXPERT_WORDS
+    return state[STATE_WORDS + 3 * experts :]
+
+
 def state_words(experts: int) -> int:
     """Return the int32 words of a layer's cache."""
     return STATE_WORDS + EXPERT_WORDS * experts
 
 
 def resolve(
-    picks: Picks | RouterLogits, table: LayerTable, rules: CacheRules, cpu: CpuRequest | None
+    picks: Picks | RouterLogits,
+    table: LayerTable,
+    rules: CacheRules,
+    cpu: CpuRequest | None,
+    origin: int = STEP_FILLED,  # of the experts that are filled
 ) -> Picks:
     """Resolve the picks of a decode step; return them with -1 for those that the CPU computes.
 
@@ -128,7 +143,7 @@ def resolve(
     words = None if table.filling is None else table.filling.words
     args = (
         *(*args, slots, table.addresses, *table.memories, table.link, most, words),
-        *(table.seen, table.counts, *_request(cpu)),
+        *(table.seen, table.counts, *_request(cpu), origin),
     )
     threads = _threads(rows)
     macros |= {"THREADS": threads}

@@ -7,8 +7,10 @@ from headroom.experts.cache import POLICIES, RULES, CacheModel, Policy
 from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.expert_cache import (
     COUNTERS,
+    FILLED_AHEAD,
     MOST_FILLS,
     STATE_WORDS,
+    STEP_FILLED,
     CpuRequest,
     LayerTable,
     ShadowTables,
@@ -46,8 +48,10 @@ def test_steps_resolve_as_the_model_of_a_cache_says(policy: Policy, rows: int) -
             last += STEP_MOST - 1 - int(table.state[1])
             table.state[1] = STEP_MOST - 1
         ids = random_ids(rows, experts, used)
-        found = layer.resolve(ids, asks=link is not None)
-        said = layer.model.resolve(ids.tolist(), link)
+        ahead = step % 4 == 1  # as at the end of a prompt
+        origin = FILLED_AHEAD if ahead else STEP_FILLED
+        found = layer.resolve(ids, link is not None, origin)
+        said = layer.model.resolve(ids.tolist(), link, "ahead" if ahead else "step")
         assert table.seen is not None
         assert table.seen[: ids.numel()].tolist() == ids.flatten().tolist()
         for_cpu = torch.tensor(said.left_to_cpu, dtype=torch.int32)
@@ -67,6 +71,8 @@ def test_steps_resolve_as_the_model_of_a_cache_says(policy: Policy, rows: int) -
             asked = layer.box.words[WORDS["IDS"] :][: ids.numel()].view(ids.shape)
             assert torch.equal(asked, ids.masked_fill(~torch.isin(ids, for_cpu), -1))
     counts = layer.model.counts
+    assert 0 < counts.pinned_hits <= counts.hits
+    assert (counts.prefetched_hits > 0) == (policy != "static")
     assert table.counts.tolist() == [getattr(counts, name) for name in COUNTERS]
     if link is not None:
         assert int(layer.box.counts[0, COUNTS.index("gpu_picks")]) == counts.linked
