@@ -137,9 +137,12 @@ async def health(request: Request) -> Response:
     if (loading := service.shelf.first_load) is not None:
         shown = {"status": "loading", "progress": round(loading.share, 3)}
         return JSONResponse(shown, status_code=503, headers={"Retry-After": "1"})
-    if not all(engine.alive for engine in service.shelf.engines().values()):
-        return JSONResponse({"status": "engine stopped"}, status_code=503)
-    if trouble := [x.trouble for x in service.shelf.engines().values() if x.trouble]:
+    engines = service.shelf.engines().values()
+    trouble = [engine.trouble for engine in engines if engine.trouble]
+    if not all(engine.alive for engine in engines):
+        reason = {"reason": trouble[0]} if trouble else {}
+        return JSONResponse({"status": "engine stopped", **reason}, status_code=503)
+    if trouble:
         shown = {"status": "restarting workers", "reason": trouble[0]}
         return JSONResponse(shown, status_code=503, headers={"Retry-After": "1"})
     return JSONResponse({"status": "ok"})

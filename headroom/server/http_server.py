@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from headroom.errors import OptionError
+from headroom.errors import DeviceError, OptionError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.progress import LoadProgress, ignore_progress
@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
         self._show_loading = show_loading
         self._drain_s = options.drain
         self._loading: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None  # why the first model was not loaded
+        self._failure: Exception | None = None  # what ended the server, if not a signal
         host = f"[{options.host}]" if ":" in options.host else options.host
         check_tls(options)
         scheme = "http" if options.tls_cert is None else "https"
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
         return service
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; raise the error if the first model cannot be loaded."""
+        """Serve until a signal; raise an error if a model is not loaded or its workers are lost."""
         super().run(sockets or [self._socket])
         if self._failure is not None:
             raise self._failure
@@ -133,10 +133,18 @@ class HttpServer(uvicorn.Server):
         log.info("serve: ready on %s", self.address)
 
     async def on_tick(self, counter: int) -> bool:
-        """Once a second, close connections whose clients take too long."""
+        """Once a second, close connections of slow clients, and look for workers lost for good."""
         if counter % 10 == 0:
             end_late(self.server_state.connections, time.monotonic())
+            self._check_workers()
         return await super().on_tick(counter)
+
+    def _check_workers(self) -> None:
+        """Stop the server if a model's workers are lost and will not be started again."""
+        for engine in self.service.shelf.engines().values():
+            if not engine.alive and engine.trouble and not self.should_exit:
+                self._failure = DeviceError(engine.trouble, hint="See --on-worker-loss.")
+                self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, wait for the running ones, then end those that are left."""

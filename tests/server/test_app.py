@@ -20,6 +20,15 @@ def test_health_is_200_while_requests_are_accepted(shared: httpx.Client) -> None
     assert shared.head("/health").status_code == 200
 
 
+def test_health_names_the_worker_whose_loss_has_stopped_the_engine(
+    client: httpx.Client, llm: FakeLLM
+) -> None:
+    llm.engine.alive, llm.engine.trouble = False, "Worker 1 is lost: gone."
+    response = client.get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "engine stopped", "reason": "Worker 1 is lost: gone."}
+
+
 def test_health_is_503_when_the_engine_has_stopped(client: httpx.Client, llm: FakeLLM) -> None:
     llm.engine.alive = False
     response = client.get("/health")

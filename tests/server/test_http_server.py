@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from headroom.errors import OptionError, PlanError
+from headroom.errors import DeviceError, OptionError, PlanError
 from headroom.llm import LLM
 from headroom.options import Options
 from headroom.server.http_server import HttpServer, bind, check_tls, run_server
@@ -61,6 +62,19 @@ def test_a_stop_ends_running_streams_with_an_error_and_refuses_new_ones() -> Non
     errors = [events_of(text)[-1] for text in texts if text.startswith("data:")]
     assert [error["error"]["code"] for error in errors] == ["shutting_down"]
     assert all(llm.engine.was_cancelled(request.id) for request in llm.engine.requests)
+
+
+def test_a_server_whose_workers_are_lost_for_good_ends_with_an_error() -> None:
+    llm = FakeLLM()
+    server = HttpServer(llm, Options(port=0), bind("127.0.0.1", 0))
+    llm.engine.trouble = "Worker 1 is lost: gone."  # the engine still starts it again
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(server.run)
+        wait_until(lambda: server.started)
+        assert httpx.get(server.address + "/health").json()["status"] == "restarting workers"
+        llm.engine.alive = False
+        with pytest.raises(DeviceError, match="Worker 1 is lost: gone"):
+            running.result(timeout=20)
 
 
 def test_a_port_in_use_is_a_one_line_error() -> None:
