@@ -17,6 +17,7 @@ from typing import Any
 from headroom.answers import AnswerDelta, AnswerReader, Completion, join_deltas
 from headroom.engine.engine import Engine
 from headroom.engine.pooling import Vector, check_dimensions, shaped
+from headroom.engine.prefix_disk import open_prefix_files
 from headroom.engine.request import (
     GenerationRequest,
     SamplingParams,
@@ -118,7 +119,8 @@ def open_engine(
         else:
             pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
         upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
-        engine = Engine(pipeline, plan.settings, options.queue, upkeep)  # requests in, tokens out
+        files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
+        engine = Engine(pipeline, plan.settings, options.queue, upkeep, files)
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
 
 

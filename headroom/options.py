@@ -173,6 +173,10 @@ class Options:
         "host memory for snapshots of recurrent states and windows, as in 4GiB (default: up to a "
         "sixteenth of it)",
     )
+    cache_dir: str | None = option(
+        None, "folder in which the beginnings of prompts outlast a restart (default: none)"
+    )
+    cache_bytes: str = option("16GiB", "maximum bytes of the files in --cache-dir")
     placement: str | None = option(None, "file that says which experts are hot")
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     draft: str | None = option(None, "draft model for speculative decoding", group="plan")

@@ -23,6 +23,7 @@ from headroom.engine.outputs import (
 )
 from headroom.engine.pages import PagePool
 from headroom.engine.pooling import NORM_ROWS, PooledRows
+from headroom.engine.prefix_disk import PrefixFiles
 from headroom.engine.prefixes import Prefixes
 from headroom.engine.request import (
     FinishReason,
@@ -44,6 +45,8 @@ __all__ = ["Engine", "ExpertView"]
 
 log = logging.getLogger(__name__)
 
+FILE_WAIT_S = 0.02  # how long an engine without anything to compute waits for a file at a time
+
 
 class Engine:
     """Takes requests from any thread and turns them into tokens in its own thread."""
@@ -54,6 +57,7 @@ class Engine:
         settings: PlanSettings,
         queue: int,
         upkeep: ExpertUpkeep | None = None,
+        prefix_files: PrefixFiles | None = None,  # None: prefixes are kept in memory alone
     ) -> None:
         self._pipeline = pipeline
         # Upkeep of experts between steps. Only the engine's thread may call it while requests run.
@@ -63,7 +67,7 @@ class Engine:
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
-        self._prefixes = Prefixes(pipeline, self._pool, settings)
+        self._prefixes = Prefixes(pipeline, self._pool, settings, prefix_files)
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
         self._masks = MaskPool()
@@ -78,6 +82,8 @@ class Engine:
         self._failure = ""  # what ended the thread, if it was not close()
         if pipeline.restarter is not None:
             pipeline.restarter.on_loss = self._wake
+        if prefix_files is not None:
+            prefix_files.folder.on_done = self._wake
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
         # Python would end the thread in the midst of a step, which aborts the whole process.
@@ -184,6 +190,7 @@ class Engine:
             self._changed.notify()
         self._thread.join()
         self._masks.close()
+        self._prefixes.close()
         self._pipeline.close()
 
     def _run(self) -> None:
@@ -222,7 +229,7 @@ class Engine:
     def _take_requests(self) -> bool:
         """Wait for requests, queue new ones, end cancelled ones; False if the engine is closing."""
         with self._changed:
-            while not (self._live or self._closing or self.trouble):
+            while not (self._live or self._closing or self.trouble or self._prefixes.has_news):
                 if not self._changed.wait(self._idle_s()):
                     return True  # no request came, and the upkeep has something to do
             while self._inbox:
@@ -260,6 +267,7 @@ class Engine:
         Where several stages can work at once, the sequences that decode are shared among as many
         steps; otherwise one step is launched before the last one is read.
         """
+        self._prefixes.collect()
         depth = self._pipeline.depth
         parts = self._scheduler.micro_batches(depth)
         turns = self._scheduler.next_turns(parts)
@@ -267,6 +275,9 @@ class Engine:
         if launched is None:
             if self._unread:
                 self._read_step(self._unread.popleft())
+            elif self._prefixes.reads_files:
+                with self._changed:
+                    self._changed.wait(FILE_WAIT_S)
             return
         under_way, losses = max(1, depth - 1), self._losses  # besides the launched step
         while self._unread and (len(self._unread) >= under_way or self._unread[0].keeps_tokens):

@@ -25,6 +25,7 @@ class Snapshot:
     tail_page: int | None  # None: the prefix ends with a full page
     passing: bool  # saved on the way through a long prompt, not where a prompt or an answer ended
     used: int  # when it was last used
+    holds: int = 0  # files that it is being written to; it is not given up meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +107,24 @@ class PrefixCache:
         if len(tokens) >= self._page_size:
             self._add(key, tokens, pages)
 
+    def snapshots_of(self, key: str, tokens: Sequence[int]) -> list[Snapshot]:
+        """Return the snapshots of the beginnings of some tokens, the longest first."""
+        found = [
+            snapshot
+            for node in self._walk(key, tokens, len(tokens))
+            for tail, snapshot in node.snapshots.items()
+            if tuple(tokens[node.end : snapshot.position]) == tail
+        ]
+        return sorted(found, key=lambda snapshot: -snapshot.position)
+
+    def known_pages(self, key: str, tokens: Sequence[int]) -> list[int]:
+        """Return the pages that are kept of a prefix, from its beginning."""
+        return [node.page for node in self._walk(key, tokens, len(tokens)) if node.parent]
+
     def take_snapshot_slot(self) -> int | None:
         """Return a slot for a snapshot that is about to be taken; None if there is none."""
-        if not self._free_slots and self._snapshots:
-            self._drop_snapshot(self._least_wanted())
+        if not self._free_slots and (oldest := self._least_wanted()) is not None:
+            self._drop_snapshot(oldest)
         return self._free_slots.pop() if self._free_slots else None
 
     def give_back_snapshot_slot(self, slot: int) -> None:
@@ -199,8 +214,10 @@ class PrefixCache:
             node = self._pop_leaf()
             if node is not None:
                 self._drop_page(node)
-            elif self._snapshots:  # only pages after the last full one are left
-                self._drop_snapshot(self._least_wanted())
+            elif (oldest := self._least_wanted()) is not None:  # pages after full ones are left
+                self._drop_snapshot(oldest)
+            else:
+                return
 
     def _pop_leaf(self) -> "_Page | None":
         """Return the unused page without children that was not used for longest; None: none."""
@@ -242,11 +259,12 @@ class PrefixCache:
         if node.parent is None and not node.children and not node.snapshots:
             self._roots.pop(node.key, None)
 
-    def _least_wanted(self) -> Snapshot:
+    def _least_wanted(self) -> Snapshot | None:
         """Return the snapshot to give up: the oldest, or the oldest passing one of too many."""
-        passing = [snapshot for snapshot in self._snapshots if snapshot.passing]
-        those = passing if 2 * len(passing) > len(self._snapshots) else self._snapshots
-        return min(those, key=lambda snapshot: snapshot.used)
+        free = [snapshot for snapshot in self._snapshots if not snapshot.holds]
+        passing = [snapshot for snapshot in free if snapshot.passing]
+        those = passing if 2 * len(passing) > len(free) else free
+        return min(those, key=lambda snapshot: snapshot.used, default=None)
 
 
 def _below(root: "_Page") -> "Iterator[_Page]":

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from headroom.errors import FormatError
 
@@ -139,8 +139,9 @@ def _parsed(data: bytes, path: Path) -> PrefixHead:
     try:
         told = json.loads(data)
         values = {field.name: told[field.name] for field in fields(PrefixHead)}
-        return PrefixHead(
-            **{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        )
+        given: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in values.items()
+        }
+        return PrefixHead(**given)
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(f"{path} is damaged: its head cannot be read.") from error

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from headroom.engine.pages import PagePool
 from headroom.engine.prefix_cache import PrefixCache
+from headroom.engine.prefix_disk import PrefixDisk, PrefixFiles
+from headroom.engine.prefix_folder import common_length
 from headroom.engine.sequence import Sequence, UnconfirmedSnapshot
 from headroom.layers.cache import CacheMover
 from headroom.plan.settings import PlanSettings
@@ -38,13 +40,22 @@ class Prefixes:
     beginning have the same cuts there.
     """
 
-    def __init__(self, mover: CacheMover, pool: PagePool, settings: PlanSettings) -> None:
+    def __init__(
+        self,
+        mover: CacheMover,
+        pool: PagePool,
+        settings: PlanSettings,
+        files: PrefixFiles | None = None,
+    ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
         self._needs_snapshots = mover.needs_snapshots
         self.works = settings.prefix_cache and (settings.snapshots > 0 or not self._needs_snapshots)
         slots = settings.snapshots if self._needs_snapshots else None
         self._pool = pool
         self._cache = PrefixCache(pool, self._page_size, slots)
+        self._disk: PrefixDisk | None = None
+        if files is not None and self.works:
+            self._disk = PrefixDisk(files, pool, self._cache, self._page_size)
         self._cached_tokens = self._hits = self._misses = 0
 
     @property
@@ -68,16 +79,20 @@ class Prefixes:
         """
         if self._may_begin_later(sequence):
             self._share(sequence)
+            if self._disk is not None:
+                self._disk.find(sequence)
         if self._takes_snapshots(sequence):
             sequence.stops = self._stops(sequence)
 
     def waits(self, sequence: Sequence, running: SequenceOf[Sequence]) -> bool:
-        """Whether a sequence had better start later, after a prompt that begins alike is computed.
+        """Whether a sequence had better start later: its prefix is being read, or computed.
 
-        It waits if that saves it at least a page besides the prefix that it has found.
+        It waits for another prompt if that saves at least a page besides the prefix that it has.
         """
         if not self._may_begin_later(sequence):
             return False
+        if sequence.loading is not None and not sequence.loading.done:
+            return True
         least = sequence.cached + self._page_size
         return any(
             other.request.cache_key == sequence.request.cache_key
@@ -144,6 +159,28 @@ class Prefixes:
         if known == sequence.cached and self._takes_snapshots(sequence):
             self._save(sequence, passing=False)
         self._keep(sequence, known)
+        if self._disk is not None:
+            self._disk.store(key, sequence.tokens[:known])
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether files are being read for requests that wait."""
+        return self._disk is not None and self._disk.loading
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to collect."""
+        return self._disk is not None and self._disk.has_news
+
+    def collect(self) -> None:
+        """Take what the thread of the prefix files has read, and give back what it has written."""
+        if self._disk is not None:
+            self._disk.collect()
+
+    def close(self) -> None:
+        """Write what is still to be written to files."""
+        if self._disk is not None:
+            self._disk.close()
 
     def clear(self) -> None:
         """Forget all prefixes; the caches of the stages are empty."""
@@ -241,15 +278,3 @@ def prompt_cuts(tokens: SequenceOf[int], chunk: int, ends: frozenset[int]) -> li
             cuts.append(position)
             last = position
     return cuts
-
-
-def common_length(one: SequenceOf[int], other: SequenceOf[int], most: int) -> int:
-    """Return how many of the first `most` tokens two sequences have in common."""
-    low, high = 0, most  # the first `low` tokens are alike, those after `high` do not count
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tuple(one[low:middle]) == tuple(other[low:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low

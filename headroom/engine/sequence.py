@@ -9,6 +9,7 @@ import torch
 
 from headroom.engine.pooling import PooledRows
 from headroom.engine.prefix_cache import Prefix
+from headroom.engine.prefix_folder import Loading
 from headroom.engine.request import (
     GenerationRequest,
     Timings,
@@ -46,6 +47,7 @@ class Sequence:
     state_slot: int = 0  # its number among the recurrent states and window pages
     prefix: Prefix | None = None  # a known prefix that its first step begins after
     starting: bool = False  # admitted, and nothing of it is launched yet
+    loading: Loading | None = None  # a prefix that is read from a file for it
     reused: int | None = None  # prompt tokens that it found in the prefix cache; None: not started
     cuts: tuple[int, ...] | None = None  # where its prompt may be cut; None: not known yet
     stops: tuple[int, ...] = ()  # those of its cuts at which snapshots are taken

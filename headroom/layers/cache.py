@@ -115,6 +115,30 @@ class CacheMover(Protocol):
         """Copy a page of keys and values in all layers that the engine lends pages to."""
 
 
+class CacheFiles(Protocol):
+    """Tells what caches hold as bytes, for files."""
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page in all layers that the engine lends pages to."""
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of one snapshot."""
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """Return a page as bytes in host memory."""
+
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        """Fill a page with what `read_page` has returned."""
+
+    def read_snapshot(self, snapshot: int) -> torch.Tensor:
+        """Return a snapshot as bytes in host memory."""
+
+    def write_snapshot(self, snapshot: int, data: torch.Tensor) -> None:
+        """Fill a snapshot with what `read_snapshot` has returned."""
+
+
 class StageCaches:
     """The caches of a stage's layers, and host memory for snapshots of them.
 
@@ -176,6 +200,48 @@ class StageCaches:
         for kv in self._lent:
             kv[target * size : (target + 1) * size].copy_(kv[source * size : (source + 1) * size])
 
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page in all layers that the engine lends pages to."""
+        return sum(kv[: self._page_size].nbytes for kv in self._lent)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of one snapshot."""
+        return sum(saved[0].nbytes for saved in self._all_saved)
+
+    @torch.inference_mode()
+    def read_page(self, page: int) -> torch.Tensor:
+        """Return a page as bytes in host memory; any thread may ask."""
+        return _as_bytes(self._page(page))
+
+    @torch.inference_mode()
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        """Fill a page with what `read_page` has returned."""
+        _fill(self._page(page), data)
+
+    @torch.inference_mode()
+    def read_snapshot(self, snapshot: int) -> torch.Tensor:
+        """Return a snapshot as bytes in host memory; any thread may ask."""
+        for state in self._states + self._lent:
+            if state.is_cuda:  # its copy to host memory may be under way
+                torch.cuda.current_stream(state.device).synchronize()
+                break
+        return _as_bytes([saved[snapshot] for saved in self._all_saved])
+
+    @torch.inference_mode()
+    def write_snapshot(self, snapshot: int, data: torch.Tensor) -> None:
+        """Fill a snapshot with what `read_snapshot` has returned."""
+        _fill([saved[snapshot] for saved in self._all_saved], data)
+
+    def _page(self, page: int) -> list[torch.Tensor]:
+        size = self._page_size
+        return [kv[page * size : (page + 1) * size] for kv in self._lent]
+
+    @property
+    def _all_saved(self) -> list[torch.Tensor]:
+        return [*self._saved, *(x for ring in self._rings for x in (ring.keys, ring.values))]
+
 
 class _Ring:
     """The pages of a layer with a window, and host memory for those that a window covers."""
@@ -217,6 +283,18 @@ class _Ring:
 def ring_snapshot_pages(window: int, ring: int, page_size: int) -> int:
     """Return the pages of a ring that a snapshot has: those that the last window touches."""
     return min(ring, -(-window // page_size) + 1)
+
+
+def _as_bytes(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat([part.contiguous().cpu().flatten().view(torch.uint8) for part in parts])
+
+
+def _fill(parts: Sequence[torch.Tensor], data: torch.Tensor) -> None:
+    pieces = torch.split(data, [part.nbytes for part in parts])
+    for part, piece in zip(parts, pieces, strict=True):
+        part.copy_(piece.clone().view(part.dtype).view(part.shape))
 
 
 def _cut(memory: torch.Tensor, shapes: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:

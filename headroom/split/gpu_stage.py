@@ -18,7 +18,7 @@ from headroom.kernels.cuda.compile import WantedKernel, compile_ahead, rehearsal
 from headroom.kernels.cuda.matmul import refuses_type
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.layers.batch import Batch, Span
-from headroom.layers.cache import CacheMover
+from headroom.layers.cache import CacheFiles, CacheMover
 from headroom.layers.draws import DeviceSampler, Draw, TokenMask, copy_event
 from headroom.machine.devices import torch_name
 from headroom.plan.settings import PlanSettings
@@ -200,6 +200,11 @@ class GpuStage:
     @property
     def caches(self) -> CacheMover:
         """Moves what the stage's caches hold of a sequence."""
+        return self._model.caches
+
+    @property
+    def cache_files(self) -> CacheFiles | None:
+        """Tells what the stage's caches hold as bytes."""
         return self._model.caches
 
     @property

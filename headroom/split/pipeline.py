@@ -13,6 +13,7 @@ from headroom.experts.exchange import StoreExchanges
 from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join_stores
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
+from headroom.layers.cache import CacheFiles
 from headroom.layers.draws import Draw
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
@@ -202,6 +203,13 @@ class Pipeline:
         for stage in self._stages:
             stage.caches.copy_page(source, target)
 
+    @property
+    def cache_files(self) -> "PipelineFiles | None":
+        """Tells what all caches hold as bytes; None: some are in other processes."""
+        parts = [stage.cache_files for stage in self._stages]
+        known = [part for part in parts if part is not None]
+        return PipelineFiles(known) if len(known) == len(parts) else None
+
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how to draw its token, if at all.
 
@@ -237,6 +245,40 @@ class Pipeline:
         """Drop the captured steps; each is captured again when it is next used."""
         for stage in self._stages:
             stage.forget_captures()
+
+
+class PipelineFiles:
+    """What the caches of all stages hold, as bytes in host memory."""
+
+    def __init__(self, parts: Sequence[CacheFiles]) -> None:
+        self._parts = parts
+        self._page_sizes = [part.page_bytes for part in parts]
+        self._snapshot_sizes = [part.snapshot_bytes for part in parts]
+
+    @property
+    def layout(self) -> str:
+        """The sizes of all parts: equal for caches that can exchange their bytes."""
+        return f"{self._page_sizes} {self._snapshot_sizes}"
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """Return a page as bytes; any thread may ask."""
+        return torch.cat([part.read_page(page) for part in self._parts])
+
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        """Fill a page with what `read_page` has returned."""
+        pieces = torch.split(data, self._page_sizes)
+        for part, piece in zip(self._parts, pieces, strict=True):
+            part.write_page(page, piece)
+
+    def read_snapshot(self, snapshot: int) -> torch.Tensor:
+        """Return a snapshot as bytes; any thread may ask."""
+        return torch.cat([part.read_snapshot(snapshot) for part in self._parts])
+
+    def write_snapshot(self, snapshot: int, data: torch.Tensor) -> None:
+        """Fill a snapshot with what `read_snapshot` has returned."""
+        pieces = torch.split(data, self._snapshot_sizes)
+        for part, piece in zip(self._parts, pieces, strict=True):
+            part.write_snapshot(snapshot, piece)
 
 
 class HostTokens:

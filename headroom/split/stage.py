@@ -9,7 +9,7 @@ import torch
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
-from headroom.layers.cache import CacheMover
+from headroom.layers.cache import CacheFiles, CacheMover
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.model import HandedRows, Model
 from headroom.split.stage_times import NamedTimes, StageTimes
@@ -84,6 +84,10 @@ class Stage(Protocol):
     @property
     def caches(self) -> CacheMover:
         """Moves what the stage's caches hold of a sequence."""
+
+    @property
+    def cache_files(self) -> CacheFiles | None:
+        """Tells what the stage's caches hold as bytes; None: they are in other processes."""
 
     @property
     def store(self) -> ExpertStore | None:
@@ -184,6 +188,11 @@ class CpuStage:
     @property
     def caches(self) -> CacheMover:
         """Moves what the stage's caches hold of a sequence."""
+        return self._model.caches
+
+    @property
+    def cache_files(self) -> CacheFiles | None:
+        """Tells what the stage's caches hold as bytes."""
         return self._model.caches
 
     @property

@@ -638,6 +638,10 @@ class WorkerChain:
         """What moves the caches of all workers: the chain itself, by messages."""
         return self
 
+    @property
+    def cache_files(self) -> None:
+        """None: the caches are in other processes."""
+
     def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
         """Tell every worker to take its part of a snapshot, after the steps sent so far."""
         self._workers.send(cache_message("save_state", state_slot, snapshot, position))

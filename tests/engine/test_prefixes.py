@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.engine.engine import Engine
-from headroom.engine.prefixes import common_length, prompt_cuts
+from headroom.engine.prefix_disk import open_prefix_files
+from headroom.engine.prefix_folder import common_length
+from headroom.engine.prefixes import prompt_cuts
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
@@ -74,7 +76,9 @@ class Asker:
         options = Options(**(SETTINGS | settings))
         model = describe(checkpoint)
         plan = make_plan([model.shape], plan_devices(options), options)
-        self.engine = Engine(start_pipeline(plan, model), plan.settings, queue=64)
+        pipeline = start_pipeline(plan, model)
+        files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
+        self.engine = Engine(pipeline, plan.settings, queue=64, prefix_files=files)
         self._count = 0
 
     def submit(
