@@ -11,6 +11,7 @@ from headroom.split.pipeline import LoadTimes
 from headroom.split.stage_times import NamedTimes
 
 FIGURE_KINDS = ("prompts", "decode", "verify", "parts")
+MORE_KINDS = ("prefix", "agent")  # measured only if they are asked for
 # Kinds that look into the steps of other kinds, at least one of which must be measured, too.
 LOOKS_INTO = {"verify": ("decode",), "parts": ("prompts", "decode")}
 SHORT_CONTEXT = 512  # tokens; up to here the prompts are read again for every batch
@@ -29,16 +30,21 @@ class BenchSettings:
     steps: int = 12  # number of steps whose parts are measured
     verify_rows: int = 16  # rows of one sequence in a verify step
     temperature: float = 1.0  # at 0, sequences may fall into loops, which visit few experts
+    longer: int = 64  # tokens at the end of a prompt that an earlier one did not have
+    agent_turns: int = 12  # prompts of an agent's session
+    agent_tokens: int = 12000  # of its last prompt, if the context has room for them
+    agent_answer: int = 32  # tokens of each of its answers
     patience_s: float = 300.0  # contexts whose prompts would take longer are left out
     only: tuple[str, ...] = FIGURE_KINDS  # the kinds that are measured
     # A JSON schema: decoding under it is compared with decoding freely; None: not measured.
     schema: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if unknown := [kind for kind in self.only if kind not in FIGURE_KINDS]:
+        known = FIGURE_KINDS + MORE_KINDS
+        if unknown := [kind for kind in self.only if kind not in known]:
             raise OptionError(
                 f"--only has {unknown[0]!r}.",
-                hint=f"Known: {', '.join(FIGURE_KINDS)}.",
+                hint=f"Known: {', '.join(known)}.",
                 param="only",
             )
         self._check_kinds()
@@ -81,8 +87,9 @@ class BenchSettings:
 
 
 QUICK = BenchSettings(
-    prompts=(128, 512), contexts=(32, 512), batches=(1, 4), tokens=16, rounds=1, steps=6
-)
+    prompts=(128, 512), contexts=(32, 512), batches=(1, 4), tokens=16, rounds=1, steps=6,
+    agent_turns=4, agent_tokens=1500, agent_answer=8,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +199,55 @@ class SchemaFigure:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What one prompt took until its first token."""
+
+    prompt: int  # tokens
+    cached: int  # of them, which an earlier prompt had computed
+    seconds: float  # from the submission to the first token
+
+    @property
+    def computed(self) -> int:
+        """The tokens that were computed."""
+        return self.prompt - self.cached
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixFigure:
+    """The time to the first token of a prompt that is new, and of prompts that begin like it."""
+
+    cold: FirstToken
+    same: FirstToken  # the very same prompt
+    longer: FirstToken  # with more tokens at the end
+    branch: FirstToken  # with other tokens from the middle on
+
+    @property
+    def warm(self) -> Mapping[str, FirstToken]:
+        """The prompts after the cold one, by name."""
+        return {"same": self.same, "longer": self.longer, "branch": self.branch}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentFigure:
+    """A session of an agent: prompts that grow, with the prefix cache and without it."""
+
+    warm: tuple[FirstToken, ...]
+    cold: tuple[FirstToken, ...]  # the same turns without the cache
+    answer_tokens: int  # of each answer
+    equal_answers: int  # turns whose answers are equal with and without the cache
+
+    @property
+    def warm_s(self) -> float:
+        """The time to the first token of all turns together, with the cache."""
+        return sum(turn.seconds for turn in self.warm)
+
+    @property
+    def cold_s(self) -> float:
+        """The time to the first token of all turns together, without the cache."""
+        return sum(turn.seconds for turn in self.cold)
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyFigure:
     """A step that verifies several drafted tokens of one sequence, against one that decodes."""
 
@@ -257,6 +313,8 @@ class Figures:
     prompts: list[PromptFigure] = field(default_factory=list)
     decodes: list[DecodeFigure] = field(default_factory=list)
     schemas: list[SchemaFigure] = field(default_factory=list)
+    prefixes: list[PrefixFigure] = field(default_factory=list)
+    agent: AgentFigure | None = None
     verify: VerifyFigure | None = None
     parts: list[PartFigure] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what was not measured, and why

@@ -8,11 +8,14 @@ from typing import Any
 from headroom import __version__
 from headroom.bench.expert_use import ExpertReport
 from headroom.bench.figures import (
+    AgentFigure,
     BenchSettings,
     DecodeFigure,
     Figures,
+    FirstToken,
     Loading,
     PartFigure,
+    PrefixFigure,
     PromptFigure,
     SchemaFigure,
 )
@@ -95,6 +98,8 @@ def report_json(report: Report) -> dict[str, Any]:
         "prompts": [_prompt_json(figure, report) for figure in figures.prompts],
         "decodes": [_decode_json(figure, report) for figure in figures.decodes],
         "schema": [_schema_json(figure) for figure in figures.schemas],
+        "prefix": [_prefix_json(figure) for figure in figures.prefixes],
+        "agent": None if figures.agent is None else _agent_json(figures.agent),
         "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
@@ -154,6 +159,44 @@ def _schema_json(figure: SchemaFigure) -> dict[str, Any]:
         "loss": figure.loss,
         "step_s": figure.step_s,
         "mask_s": figure.mask_s,
+    }
+
+
+def _first_token_json(found: FirstToken) -> dict[str, Any]:
+    return {
+        "prompt_tokens": found.prompt,
+        "cached_tokens": found.cached,
+        "first_token_s": found.seconds,
+    }
+
+
+def _prefix_json(figure: PrefixFigure) -> dict[str, Any]:
+    cold = figure.cold.seconds
+    return {
+        "tokens": figure.cold.prompt,
+        "cold": _first_token_json(figure.cold),
+        **{
+            name: _first_token_json(warm) | {"ratio": cold / warm.seconds}
+            for name, warm in figure.warm.items()
+        },
+    }
+
+
+def _agent_json(figure: AgentFigure) -> dict[str, Any]:
+    sides = {"with_cache": figure.warm, "without_cache": figure.cold}
+    return {
+        "turns": len(figure.warm),
+        "answer_tokens": figure.answer_tokens,
+        "equal_answers": figure.equal_answers,
+        "ratio": figure.cold_s / figure.warm_s,
+        **{
+            name: {
+                "prompt_s": sum(turn.seconds for turn in turns),
+                "computed_tokens": sum(turn.computed for turn in turns),
+                "prompts": [_first_token_json(turn) for turn in turns],
+            }
+            for name, turns in sides.items()
+        },
     }
 
 

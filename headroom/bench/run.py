@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from headroom.bench.agent import AgentBench
 from headroom.bench.expert_use import ExpertReport, find_locations
-from headroom.bench.figures import BenchSettings, Loading
+from headroom.bench.figures import MORE_KINDS, BenchSettings, Loading
 from headroom.bench.parts import PROMPT_ANSWER, measure_parts
 from headroom.bench.peer import (
     LlamaBench,
@@ -19,6 +20,7 @@ from headroom.bench.peer import (
     setup_peer,
     unlike_note,
 )
+from headroom.bench.prefix import PrefixBench
 from headroom.bench.report import ImposedRouting, Report
 from headroom.bench.resources import (
     cold_bandwidths,
@@ -47,6 +49,7 @@ from headroom.split.choice import make_run_plan
 from headroom.text.tokenizer import Tokenizer
 
 CPU_CHUNK = 512  # prompt tokens in one step on a CPU
+SERVER_CHUNK = 512  # those of a server; states are kept between such steps of a prompt
 
 
 def run_bench(
@@ -109,6 +112,8 @@ def count_steps(settings: BenchSettings, peer: bool) -> int:
         "decode": len(settings.contexts),
         "verify": 1,
         "parts": 1,
+        "prefix": len(settings.prompts),
+        "agent": 2,
     }
     steps = 2 + sum(counts[kind] for kind in settings.only)  # loading, bandwidth
     return steps + (settings.schema is not None) + (2 if peer else 0)
@@ -174,13 +179,18 @@ def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> O
     """Return options with room for all that is measured, as far as the model allows."""
     gpu = (options.device or "cpu") != "cpu"
     chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
+    if options.chunk is None and set(MORE_KINDS) & set(settings.only):
+        chunk = SERVER_CHUNK
     decodes = "decode" in settings.only or settings.schema is not None
     parallel = options.parallel or (max(settings.batches) if decodes else 1)
     batches = tuple(batch for batch in settings.batches if batch <= parallel) or (parallel,)
     contexts = settings.contexts if decodes else ()
-    prompts = settings.prompts if "prompts" in settings.only else ()
+    prompts = settings.prompts if {"prompts", "prefix"} & set(settings.only) else ()
+    more = settings.longer if "prefix" in settings.only else 0
+    session = settings.agent_tokens + settings.agent_answer if "agent" in settings.only else 0
     needed = max(
-        *(tokens + PROMPT_ANSWER for tokens in prompts),
+        *(tokens + more + PROMPT_ANSWER for tokens in prompts),
+        session,
         *(context + settings.room(context, batches, chunk) for context in contexts),
         PAGE_SIZE,
     )
@@ -205,6 +215,11 @@ def _measure(
     if settings.schema is not None:
         steps.begin("answers under a schema")
         SchemaBench(opened, settings, Tokenizer.from_checkpoint(checkpoint), figures).run()
+    if "prefix" in settings.only:
+        PrefixBench(opened, settings, steps, figures).run()
+    if "agent" in settings.only:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+        AgentBench(opened, settings, steps, tokenizer, figures).run()
     memory = memory_use(opened)  # before the profiler takes some
     if opened.on_gpu:
         lift_limit(opened.torch_device)

@@ -42,25 +42,36 @@ class TimedRequest:
         prompt: Sequence[int],
         params: SamplingParams,
         constraint: TokenConstraint | None = None,
+        *,
+        cache_key: str | None = None,  # None: the prompt is computed whole, and not kept
+        message_ends: frozenset[int] = frozenset(),  # tokens after which its prompt may be cut
     ) -> None:
         self._engine = engine
         self._changed = threading.Condition()
+        self._submitted = 0.0
         self.times: list[float] = []
+        self.tokens: list[int] = []
         self.last: TokenEvent | None = None  # the last event, once the request has ended
         self.request = GenerationRequest(
             id=f"bench-{next(_NUMBERS)}",
             prompt=tuple(prompt),
             params=params,
-            stop_ids=frozenset(),
+            stop_ids=message_ends,
             constraint=constraint,
-            cache_key=None,  # every prompt is computed whole
+            cache_key=cache_key,
         )
         self._wanted = 0
         self._call: Callable[[], None] | None = None
 
     def submit(self) -> None:
         """Hand the request to the engine."""
+        self._submitted = time.perf_counter()
         self._engine.submit(self.request, self._on_event)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from the submission to the first token."""
+        return self.times[0] - self._submitted
 
     def wait(self, tokens: int) -> None:
         """Wait until `tokens` tokens have come; an answer that ends with fewer is an error."""
@@ -89,6 +100,7 @@ class TimedRequest:
         with self._changed:
             if event.token is not None:
                 self.times.append(now)
+                self.tokens.append(event.token)
                 call, self._call = self._call, None
                 if call is not None:
                     call()

@@ -55,9 +55,18 @@ class BenchFlags:
     only: Annotated[
         str | None,
         typer.Option(
-            help="kinds of figures to measure: prompts, decode, verify, parts", metavar="KIND,KIND"
+            help="kinds of figures to measure: prompts, decode, verify, parts, prefix, agent",
+            metavar="KIND,KIND",
         ),
     ] = None
+    prefix: Annotated[
+        bool,
+        typer.Option("--prefix", help="also measure prompts that begin like earlier ones"),
+    ] = False
+    agent: Annotated[
+        bool,
+        typer.Option("--agent", help="also measure an agent's session, whose prompts grow"),
+    ] = False
     schema: Annotated[
         bool, typer.Option("--schema", help="also measure decoding under a typical JSON schema")
     ] = False
@@ -123,7 +132,7 @@ def bench(*, options: Options, **flags: Any) -> None:
 
 def bench_settings(given: BenchFlags) -> "BenchSettings":
     """Return what the flags ask to measure."""
-    from headroom.bench.figures import QUICK, BenchSettings
+    from headroom.bench.figures import MORE_KINDS, QUICK, BenchSettings
 
     changes: dict[str, Any] = {
         "prompts": _numbers("prompts", given.prompts),
@@ -139,6 +148,9 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
     base = QUICK if given.quick else BenchSettings()
     if not given.parts:
         changes["only"] = tuple(kind for kind in changes["only"] or base.only if kind != "parts")
+    usual = base.only if changes["only"] is None else changes["only"]
+    asked = [name for name in MORE_KINDS if getattr(given, name)]
+    changes["only"] = tuple(dict.fromkeys([*usual, *asked]))
     return replace(base, **{name: value for name, value in changes.items() if value is not None})
 
 

@@ -1,12 +1,20 @@
 """The tables of `headroom bench`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
 
 from headroom.bench.expert_use import ExpertReport, ExpertUse
-from headroom.bench.figures import DecodeFigure, Loading, PartFigure, PromptFigure, VerifyFigure
+from headroom.bench.figures import (
+    AgentFigure,
+    DecodeFigure,
+    FirstToken,
+    Loading,
+    PartFigure,
+    PromptFigure,
+    VerifyFigure,
+)
 from headroom.bench.report import NOTES, ImposedRouting, Report
 from headroom.layers.step_timing import STEP_PARTS
 from headroom.units import counted, gib
@@ -28,6 +36,10 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _stage_table(report)
     if report.figures.schemas:
         yield _schema_table(report)
+    if report.figures.prefixes:
+        yield _prefix_table(report)
+    if report.figures.agent is not None:
+        yield _agent_table(report.figures.agent)
     if report.figures.verify is not None:
         yield _verify_text(report.figures.verify)
     if report.figures.parts:
@@ -132,6 +144,45 @@ def _schema_table(report: Report) -> Table:
             f"{figure.mask_s * 1e6:.0f}",
         )
     return table
+
+
+def _prefix_table(report: Report) -> Table:
+    more = f"{report.settings.longer} tokens more"
+    heads = "tokens", "cold ms", "the same", more, "other from the middle on"
+    table = Table(*heads, title="time to the first token")
+    for figure in report.figures.prefixes:
+        cold = figure.cold
+        warm = [_warm_text(one, cold) for one in figure.warm.values()]
+        table.add_row(str(cold.prompt), f"{cold.seconds * 1e3:.1f}", *warm)
+    return table
+
+
+def _warm_text(warm: FirstToken, cold: FirstToken) -> str:
+    sooner = cold.seconds / warm.seconds
+    return f"{warm.seconds * 1e3:.1f} ms ({sooner:.1f} x sooner, {warm.cached} cached)"
+
+
+def _agent_table(figure: AgentFigure) -> Table:
+    """Return a table with a row for each turn, and one for all of them."""
+    heads = "turn", "prompt tokens", "computed", "ms", "ms without the cache", "sooner"
+    equal = f"{figure.equal_answers} of {len(figure.warm)} answers equal those without the cache"
+    title = "a session of an agent: time to the first token"
+    table = Table(*heads, title=title, caption=equal)
+    for number, (warm, cold) in enumerate(zip(figure.warm, figure.cold, strict=True), start=1):
+        table.add_row(str(number), *_turn_cells([warm], [cold]))
+    table.add_row("all", *_turn_cells(figure.warm, figure.cold))
+    return table
+
+
+def _turn_cells(warm: Sequence[FirstToken], cold: Sequence[FirstToken]) -> list[str]:
+    seconds, without = (sum(turn.seconds for turn in turns) for turns in (warm, cold))
+    return [
+        str(sum(turn.prompt for turn in warm)),
+        str(sum(turn.computed for turn in warm)),
+        f"{seconds * 1e3:.1f}",
+        f"{without * 1e3:.1f}",
+        f"{without / seconds:.1f} x",
+    ]
 
 
 def _verify_text(verify: VerifyFigure) -> str:

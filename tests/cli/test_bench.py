@@ -182,6 +182,11 @@ def test_flags_change_what_the_defaults_measure() -> None:
     assert usual.only == quick.only == ("prompts", "decode", "verify", "parts")
     assert bench_settings(BenchFlags(only="decode, parts")).only == ("decode", "parts")
     assert bench_settings(BenchFlags(parts=False)).only == ("prompts", "decode", "verify")
+    more = bench_settings(BenchFlags(prefix=True, agent=True, only="prompts,agent")).only
+    assert more == ("prompts", "agent", "prefix")
+    assert bench_settings(BenchFlags(agent=True)).only == (*usual.only, "agent")
+    assert (usual.agent_turns, usual.agent_tokens) == (12, 12000)
+    assert quick.agent_tokens < 2000
 
 
 def test_a_schema_is_the_typical_one_or_a_file_s(tmp_path: Path) -> None:
@@ -213,3 +218,12 @@ def test_decoding_under_a_schema_has_a_table(capsys: Captured) -> None:
     printed = capsys.readouterr().out
     assert "decoding under a JSON schema" in printed
     assert "loss" in printed
+
+
+def test_prefixes_and_an_agent_s_session_have_tables(capsys: Captured) -> None:
+    flags = ["--only", "prefix", "--agent", "--quick"]
+    assert run_command(["bench", "synth:llama", *TINY, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "other from the middle on" in printed
+    assert "a session of an agent" in printed
+    assert "4 of 4 answers equal" in printed
