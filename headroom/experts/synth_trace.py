@@ -52,7 +52,7 @@ class Preset:
     used: int
 
 
-# The numbers were fitted, by least squares over drawn traces of the size that was measured, to what
+# Most numbers were fitted, by least squares over drawn traces of the size that was measured, to what
 # `about` says; `tests/experts/test_synth_trace.py` measures traces of the presets.
 PRESETS: Mapping[str, Preset] = {
     "qwen3-30b-a3b": Preset(
@@ -72,6 +72,21 @@ PRESETS: Mapping[str, Preset] = {
         "weak memory, no experts popular everywhere (kekzl/imp PR 2061)",
         experts=512,
         used=10,
+    ),
+    # These two were chosen so that policies compare as was published; 256 experts are assumed.
+    "deepseek-v4-flash": Preset(
+        RoutingModel(popular=0.45),
+        "no memory, few experts popular everywhere: a cache of 11 slots loses to a list "
+        "(FreeToken issue 174)",
+        experts=256,
+        used=6,
+    ),
+    "laguna-s-2.1": Preset(
+        RoutingModel(0.3, 0.1, (Drift(0.1, 30.0),)),
+        "little memory, some experts popular everywhere: sparing what was hit often helps "
+        "(TheTom/llama-cpp-turboquant PR 300)",
+        experts=256,
+        used=8,
     ),
     "skewed": Preset(
         RoutingModel(popular=0.2),

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from headroom.experts.cache import POLICIES, Policy, policies_for
+from headroom.experts.replay import ReplaySettings, replay_halves
 from headroom.experts.synth_trace import PRESETS, Drift, RoutingModel, synth_trace
 from headroom.experts.trace import RoutingTrace, TracedLayer, check_ids
 from headroom.experts.trace_stats import lru_hit_rates, top_cover, trace_stats
@@ -72,6 +74,33 @@ def test_uniform_choices_have_neither_skew_nor_memory() -> None:
 def test_skewed_choices_go_to_the_same_experts_in_every_document() -> None:
     trace = drawn("skewed", 256, 8, tokens=3000, sequences=4)
     assert near(top_cover(trace, 0.6), 0.90)
+
+
+def hit_rates(preset: str, slots: int) -> dict[Policy, float]:
+    """Return what each policy hits on text that no placement has seen."""
+    native = PRESETS[preset]
+    trace = drawn(preset, native.experts, native.used, tokens=2000, sequences=4)
+    return {
+        policy: replay_halves(trace, [slots] * 2, ReplaySettings(policy)).hit_rate
+        for policy in POLICIES
+    }
+
+
+def test_eleven_slots_of_deepseek_v4_flash_thrash_where_a_list_hits_as_was_published() -> None:
+    rates = hit_rates("deepseek-v4-flash", 11)
+    assert near(rates["static"], 0.46)
+    assert rates["static"] == max(rates.values())
+    assert rates["lru"] == min(rates.values())
+    assert rates["lru"] < 0.7 * rates["static"]
+    # So few slots leave an engine no other policy.
+    assert policies_for(11, PRESETS["deepseek-v4-flash"].used) == ("static",)
+
+
+def test_sparing_slots_with_many_hits_beats_plain_lru_as_of_laguna_s_21() -> None:
+    for slots in (40, 52):
+        rates = hit_rates("laguna-s-2.1", slots)
+        assert rates["spare"] > rates["lru"] + 0.01
+        assert min(rates["spare"], rates["lru"]) > rates["static"]
 
 
 @pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.8-flash-next"])
