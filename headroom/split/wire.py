@@ -65,7 +65,7 @@ class Connection:
     def __init__(self, end: socket.socket, timeout_s: float) -> None:
         self._end = end
         self._sending = threading.Lock()
-        self._most_header = MOST_UNPROVEN_BYTES
+        self._proved = False  # both ends know the token
         self.timeout_s = timeout_s  # of silence, after which `receive` raises SilenceError
         self.deadline: float | None = None  # time.monotonic() after which `receive` gives up
         end.settimeout(timeout_s)
@@ -98,10 +98,9 @@ class Connection:
     def receive(self) -> Message:
         """Wait for the next message."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > self._most_header:
-            raise WireError(
-                f"A message of {length} bytes was announced; at most {self._most_header} may come."
-            )
+        most = MOST_HEADER_BYTES if self._proved else MOST_UNPROVEN_BYTES
+        if length > most:
+            raise WireError(f"A message of {length} bytes was announced; at most {most} may come.")
         try:
             header = json.loads(bytes(self._read(length)))
             listed = header.pop("tensors", [])
@@ -110,7 +109,8 @@ class Connection:
         except _MALFORMED as error:
             raise WireError("A malformed message came.") from error
         sizes = [kind.itemsize * math.prod(shape) for kind, shape in shapes]
-        if any(size < 0 for _, shape in shapes for size in shape) or sum(sizes) > MOST_TENSOR_BYTES:
+        most = MOST_TENSOR_BYTES if self._proved else 0
+        if any(size < 0 for _, shape in shapes for size in shape) or sum(sizes) > most:
             raise WireError(
                 f"Tensors of the shapes {[shape for _, shape in shapes]} were announced."
             )
@@ -141,7 +141,7 @@ class Connection:
         if not _is_proof(answer, token, "worker", challenge, theirs):
             self.refuse(f"The worker at {self.peer_address} has another token than the engine.")
         self.send({"type": "proof", "proof": _proof(token, "engine", challenge, theirs)})
-        self._most_header = MOST_HEADER_BYTES
+        self._proved = True
 
     def prove_as_worker(self, token: str) -> None:
         """Prove to the engine that this worker knows the token, and let it prove the same."""
@@ -155,7 +155,7 @@ class Connection:
                 f"The engine at {self.peer_address} has another token than this worker.",
                 hint="Give the engine and its workers the same HEADROOM_WORKER_TOKEN.",
             )
-        self._most_header = MOST_HEADER_BYTES
+        self._proved = True
 
     def _read(self, size: int) -> memoryview:
         buffer = memoryview(bytearray(size))

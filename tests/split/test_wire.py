@@ -93,7 +93,7 @@ def test_any_json_object_arrives(header: dict[str, object]) -> None:
     with here, there:
         Connection(here, 5.0).send(header)
         receiver = Connection(there, 5.0)
-        receiver._most_header = wire.MOST_HEADER_BYTES
+        receiver._proved = True
         assert receiver.receive().header == header
 
 
@@ -157,7 +157,15 @@ def test_tensors_of_impossible_sizes_are_refused_before_memory_is_taken(
 ) -> None:
     text = json.dumps({"type": "x", "tensors": [["float32", shape]]}).encode()
     ends[0].sendall(struct.pack("<I", len(text)) + text)
+    receiver = Connection(ends[1], 5.0)
+    receiver._proved = True
     with pytest.raises(WireError, match="Tensors of the shapes"):
+        receiver.receive()
+
+
+def test_a_stranger_can_send_no_tensors(ends: tuple[socket.socket, socket.socket]) -> None:
+    Connection(ends[0], 5.0).send({"type": "x"}, [torch.ones(3)])
+    with pytest.raises(WireError, match=r"Tensors of the shapes \[\[3\]\] were announced"):
         Connection(ends[1], 5.0).receive()
 
 

@@ -616,6 +616,7 @@ def one_worker(workers: Workers) -> Iterator[Connection]:
     """Give an engine a worker that the test plays, over the connection that is returned."""
     there = Connection(socket.create_connection(workers._listener.getsockname()[:2]), 5.0)
     here = Connection(workers._listener.accept()[0], 5.0)
+    here._proved = True
     workers._workers = [_Worker(0, "localhost", connection=here)]
     workers._read_in_thread(workers._workers[0], lambda worker, header: None)
     yield there
@@ -682,15 +683,24 @@ main()
 """
 
 
-def test_a_worker_whose_step_hangs_ends_the_request_with_an_error(
+def test_a_worker_whose_step_hangs_ends_the_request_with_an_error_and_lets_the_engine_close(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headroom.split.workers.RUN", ("-c", STUCK))
-    given = settings(on_worker_loss="stop", worker_timeout=2.0)
-    with LLM(str(path), **given) as llm:
-        event, _ = Asked(llm.engine, "stuck", 5).end(20)
-        assert "Worker 1 on localhost" in event.error
-        assert "it has computed nothing for" in event.error
+    llm = LLM(str(path), **settings(worker_timeout=2.0))
+    waits, take = threading.Event(), Workers.take
+
+    def note(workers: Workers, kind: str, number: int) -> list[torch.Tensor]:
+        waits.set()
+        return take(workers, kind, number)
+
+    monkeypatch.setattr(Workers, "take", note)
+    stuck = Asked(llm.engine, "stuck", 5)
+    assert waits.wait(60)
+    llm.close()
+    event, _ = stuck.end()
+    assert "Worker 1 on localhost" in event.error
+    assert "it has computed nothing for" in event.error
 
 
 def test_a_connection_that_proves_nothing_is_closed() -> None:
@@ -707,6 +717,7 @@ def test_what_a_worker_says_while_it_is_ended_is_dropped() -> None:
     workers = Workers(Options(workers="1"))
     there = Connection(socket.create_connection(workers._listener.getsockname()[:2]), 5.0)
     here = Connection(workers._listener.accept()[0], 5.0)
+    here._proved = True
     ended = _Worker(0, "localhost", connection=here)
     workers.expect("rows", 1, 1)
     there.send({"type": "rows", "ask": 1}, [torch.ones(1)])
