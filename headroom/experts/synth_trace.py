@@ -52,8 +52,8 @@ class Preset:
     used: int
 
 
-# Most numbers were fitted, by least squares over drawn traces of the size that was measured, to what
-# `about` says; `tests/experts/test_synth_trace.py` measures traces of the presets.
+# Most numbers were fitted, by least squares over drawn traces of the size that was measured, to
+# what `about` says; `tests/experts/test_synth_trace.py` measures traces of the presets.
 PRESETS: Mapping[str, Preset] = {
     "qwen3-30b-a3b": Preset(
         RoutingModel(0.175, 0.235, (Drift(0.19, 75.0), Drift(0.20, 3.6))),
