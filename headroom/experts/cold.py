@@ -11,10 +11,11 @@ import torch
 
 from headroom.experts.copies import on_device
 from headroom.experts.decode import DecodeResolver, DecodeWorker
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.policies import PolicyKeeper
 from headroom.experts.prefill import StreamedLayer, open_stream
 from headroom.experts.shares import ShareKeeper, ShareTables
-from headroom.experts.store import ExpertStore, LayerStore, fill_tiles
+from headroom.experts.store import ExpertStore, fill_tiles
 from headroom.experts.telemetry import CacheTotals, ColdMeter, ColdPaces, PolicyState, cache_totals
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import expert_cache, experts_prefill, handover

@@ -12,7 +12,7 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.experts.cache import RULES
-from headroom.experts.store import LayerStore
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.telemetry import DecodeCounts
 from headroom.kernels.cuda import expert_cache, handover
 from headroom.kernels.cuda.expert_cache import CpuRequest, LayerTable

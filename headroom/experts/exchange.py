@@ -27,7 +27,7 @@ from headroom.plan.cost_model import (
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
     from headroom.experts.joined import ModelStore
-    from headroom.experts.store import LayerStore
+    from headroom.experts.layer_store import LayerStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

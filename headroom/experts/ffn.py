@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headroom.experts.store import LayerStore, drop_cold, fill_rows
+from headroom.experts.layer_store import LayerStore
+from headroom.experts.store import drop_cold, fill_rows
 from headroom.experts.taps import LayerTap
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.ops import ExpertsOp, Picks, RouteOp, RouterRule

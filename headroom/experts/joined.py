@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RoutingStats
-from headroom.experts.store import ExpertStore, LayerStore
+from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import (
     CacheTotals,
     ColdMeter,

@@ -14,7 +14,8 @@ import torch
 
 from headroom.experts.cache import POLICIES, RULES, Policy
 from headroom.experts.copies import Mark, pinned_empty
-from headroom.experts.store import ExpertStore, LayerStore, copy_bytes
+from headroom.experts.layer_store import LayerStore, copy_bytes
+from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import PolicyState
 from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.expert_cache import COUNTERS, ShadowTables

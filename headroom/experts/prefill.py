@@ -29,8 +29,9 @@ from headroom.experts.copies import (
     pinned_empty,
     read_back,
 )
+from headroom.experts.layer_store import NOWHERE, SPARE, LayerStore, Residency
 from headroom.experts.prompt_speeds import PromptSpeeds
-from headroom.experts.store import NOWHERE, SPARE, LayerStore, Residency, runs
+from headroom.experts.store import runs
 from headroom.experts.telemetry import ColdCosts
 from headroom.kernels.cuda import expert_cache, experts_prefill, scratch
 from headroom.kernels.cuda.buffers import ALIGNMENT, Buffer

@@ -16,7 +16,8 @@ import torch
 from headroom.experts.controller import GroupShape, GroupTotals, ShareController
 from headroom.experts.copies import Mark, pinned_empty
 from headroom.experts.decode import DecodeWorker
-from headroom.experts.store import ExpertStore, LayerStore, copy_bytes
+from headroom.experts.layer_store import LayerStore, copy_bytes
+from headroom.experts.store import ExpertStore
 from headroom.kernels.cuda.handover import COUNTS, MOST_ROWS
 from headroom.kernels.native.cold import LayerCounts
 from headroom.plan.cost_model import ColdSpeeds, decode_speeds

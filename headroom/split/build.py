@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from headroom.experts.cold import ColdExperts, StoredLayer
 from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn, experts_fit
 from headroom.experts.ffn import DenseAndExpertsFfn, ExpertsFfn
+from headroom.experts.layer_store import BlobLayout, LayerStore
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RouterCounts, RoutingStats
-from headroom.experts.store import BlobLayout, LayerStore, StoreRequest, blob_layout, open_store
+from headroom.experts.store import StoreRequest, blob_layout, open_store
 from headroom.experts.taps import LayerTap, RouterTap, StageTap, TapSite
 from headroom.experts.trace import TracedLayer
 from headroom.families.config import (

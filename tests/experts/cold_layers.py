@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.experts.store import NOWHERE, SPARE, Residency
+from headroom.experts.layer_store import NOWHERE, SPARE, Residency
 from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.expert_cache import LayerTable

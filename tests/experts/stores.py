@@ -8,8 +8,9 @@ from functools import cache
 import torch
 
 from headroom.experts.exchange import Exchange, StoreExchanges
+from headroom.experts.layer_store import BlobLayout, LayerStore
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.store import BlobLayout, ExpertStore, LayerStore, StoreRequest, open_store
+from headroom.experts.store import ExpertStore, StoreRequest, open_store
 from headroom.formats.quants import BY_NAME
 from headroom.plan.cost_model import ColdSpeeds
 

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from headroom.experts.cold import stored_tiles
+from headroom.experts.layer_store import NOWHERE, initial_residency
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.store import (
-    NOWHERE,
-    StoreRequest,
-    fill_rows,
-    fill_tiles,
-    initial_residency,
-    open_store,
-)
+from headroom.experts.store import StoreRequest, fill_rows, fill_tiles, open_store
 from headroom.experts.store import blob_layout as layout_of
 from headroom.families.config import ExpertsConfig
 from headroom.layers import upload

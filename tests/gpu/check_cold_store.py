@@ -15,15 +15,9 @@ import torch
 from headroom.experts.cold import stored_tiles
 from headroom.experts.cuda_ffn import upload_experts
 from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.placement import ExpertPlacement, LayerExperts
-from headroom.experts.store import (
-    ExpertStore,
-    LayerStore,
-    StoreRequest,
-    blob_layout,
-    fill_tiles,
-    open_store,
-)
+from headroom.experts.store import ExpertStore, StoreRequest, blob_layout, fill_tiles, open_store
 from headroom.families.config import ExpertsConfig
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.cuda import experts_prefill

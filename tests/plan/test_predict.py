@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from headroom.experts.layer_store import BlobLayout
 from headroom.experts.placement import even_experts
-from headroom.experts.store import BlobLayout, StoreRequest, decode_choices
+from headroom.experts.store import StoreRequest, decode_choices
 from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options

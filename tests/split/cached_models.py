@@ -12,7 +12,8 @@ from headroom.experts import cache
 from headroom.experts import store as stores
 from headroom.experts.cache import POLICIES, Policy
 from headroom.experts.cold import ColdExperts
-from headroom.experts.store import ExpertStore, LayerStore
+from headroom.experts.layer_store import LayerStore
+from headroom.experts.store import ExpertStore
 from headroom.families.synth.recipe import cut
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf

@@ -10,8 +10,9 @@ import torch
 from headroom.experts import ffn
 from headroom.experts import store as stores
 from headroom.experts.exchange import Exchange, ExchangeRound, StoreExchanges
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.placement import LayerExperts
-from headroom.experts.store import LayerStore, drop_cold
+from headroom.experts.store import drop_cold
 from headroom.experts.telemetry import ColdFigures
 from headroom.families.files import open_checkpoint
 from headroom.options import Options

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headroom.experts import cache
-from headroom.experts import store as stores
+from headroom.experts import cache, layer_store
 from headroom.experts.placement import load_placement
 from headroom.experts.stats import RoutingHistory, StatsFile, StatsModel
 from headroom.experts.store import ExpertStore
@@ -105,7 +104,7 @@ def test_of_a_lost_gpu_the_placement_that_was_known_last_is_saved(
     for name in ("counts", "counts_with_decode"):
         monkeypatch.setattr(case.routing, name, fail)
     monkeypatch.setattr(ExpertStore, "take_places", fail)
-    monkeypatch.setattr(stores, "copy_bytes", fail)
+    monkeypatch.setattr(layer_store, "copy_bytes", fail)
     upkeep.close_after_error()
     assert load_placement(path, "abc", LAYERS).hot == ((), (1, 3), (0, 1))
     assert calls == ([] if known else ["copy"])

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from headroom.experts import cache
-from headroom.experts import store as stores
+from headroom.experts import cache, layer_store
 from headroom.experts.cache import POLICIES, RULES
+from headroom.experts.layer_store import LayerStore
 from headroom.experts.policies import PolicyKeeper
-from headroom.experts.store import ExpertStore, LayerStore
+from headroom.experts.store import ExpertStore
 from headroom.kernels.cuda import expert_cache
 from headroom.kernels.ops import Picks
 from tests.experts.stores import blob_layout, check_cached_layer, small_store
@@ -32,8 +32,8 @@ class FailingCopies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
         self.fails_at, self.made = fails_at, 0
-        self._copy = stores.copy_bytes
-        monkeypatch.setattr(stores, "copy_bytes", self)
+        self._copy = layer_store.copy_bytes
+        monkeypatch.setattr(layer_store, "copy_bytes", self)
 
     def __call__(self, to: torch.Tensor, source: torch.Tensor) -> None:
         self.made += 1
