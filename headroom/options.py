@@ -165,6 +165,12 @@ class Options:
         "used often), counts, or static for none; auto measures which is best",
         choices=("auto", "static", "lru", "spare", "counts"),
     )
+    expert_pin: float = option(
+        0.0,
+        "share of each layer's slots that keep the experts chosen most often, by statistics",
+        minimum=0,
+        maximum=1,
+    )
     no_prefix_cache: bool = option(
         False, "compute every prompt from its start, even if an earlier one began alike"
     )

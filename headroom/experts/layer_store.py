@@ -147,6 +147,7 @@ class LayerCache:
     """What a layer needs whose slots change hands within steps; tensors are on the GPU."""
 
     policy: Policy  # at the start
+    pinned: tuple[int, ...]  # experts that never give up their slots
     words: torch.Tensor  # int32: the fills of a step; all layers use it one after another
     counts: torch.Tensor  # int64 [expert_cache.COUNTERS]
     seen: torch.Tensor  # int32: the picks of a step
@@ -201,7 +202,7 @@ class LayerStore:
         if cache is None:
             counts = torch.zeros(len(expert_cache.COUNTERS), dtype=torch.int64)
             return LayerTable(self.is_hot, self.addresses, counts.to(self.slots.device))
-        state = expert_cache.new_state(self.experts, POLICIES.index(cache.policy))
+        state = expert_cache.new_state(self.experts, POLICIES.index(cache.policy), cache.pinned)
         return LayerTable(
             place=self.is_hot,
             addresses=self.addresses,
@@ -218,6 +219,11 @@ class LayerStore:
         return self._cache is not None
 
     @property
+    def pinned(self) -> tuple[int, ...]:
+        """The experts that never give up their slots within steps."""
+        return () if self._cache is None else self._cache.pinned
+
+    @property
     def residency(self) -> Residency:
         """Where experts are; another object after any of them has moved.
 
@@ -231,9 +237,11 @@ class LayerStore:
         self.lookup.state[:1].fill_(policy)
 
     def forget_uses(self) -> None:
-        """Let a cache forget which experts steps have used; its policy stays."""
-        assert self.lookup.state is not None
-        self.lookup.state[1:].zero_()
+        """Let a cache forget which experts steps have used; its policy and its pins stay."""
+        state = self.lookup.state
+        assert state is not None
+        fresh = expert_cache.new_state(self.experts, 0, self.pinned)
+        state[1:].copy_(on_device(fresh[1:], state.device))
 
     def take_places(self, table: torch.Tensor) -> None:
         """Update the residency from a host copy of this layer's table."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from headroom.errors import FormatError, PlanError
 from headroom.formats.atomic import replace_text
@@ -52,6 +53,8 @@ class ExpertPlacement:
     source: str  # "even", "statistics" or the file that it was read from
     # The expected share of choices that are hot, by layer; empty without statistics.
     promised: tuple[float, ...] = field(default=(), compare=False)
+    # Hot experts, by layer, that never give up their slots within steps; empty: none in any layer.
+    pinned: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def total(self) -> int:
@@ -70,6 +73,25 @@ class ExpertPlacement:
         They are shrunk towards the even rate when few choices were counted.
         """
         return replace(self, promised=tuple(map(_hits, layers, self.hot, counts)))
+
+    def with_pins(self, share: float, counts: ExpertCounts, least: Sequence[int]) -> Self:
+        """Return this placement with the most chosen experts of a share of the slots pinned.
+
+        `least` has the slots of each layer that stay free to change hands, if there are so many.
+        """
+        numbers = [
+            max(0, min(int(share * len(ids)), len(ids) - floor))
+            for ids, floor in zip(self.hot, least, strict=True)
+        ]
+        pinned = (
+            tuple(sorted([expert for expert in ranked(row) if expert in ids][:number]))
+            for ids, row, number in zip(map(set, self.hot), counts, numbers, strict=True)
+        )
+        return replace(self, pinned=tuple(pinned))
+
+    def pinned_of(self, layer: int) -> tuple[int, ...]:
+        """Return the experts of a layer that never give up their slots within steps."""
+        return self.pinned[layer] if self.pinned else ()
 
     def hot_bytes(self, layers: Sequence[LayerExperts]) -> int:
         """Return the bytes of all hot experts."""

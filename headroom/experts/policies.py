@@ -51,12 +51,14 @@ def open_shadows(layers: Sequence[LayerStore | None], seen: torch.Tensor) -> Sha
     places = torch.zeros(len(layers), len(POLICIES), experts, dtype=torch.int32)
     words = expert_cache.state_words(experts)
     states = torch.zeros(len(layers), len(POLICIES), words, dtype=torch.int32)
-    states[:, :, 0] = torch.arange(len(POLICIES))
     for index, layer in enumerate(layers):
         if layer is not None and layer.is_cached:
             slots = len(layer.slots)
             shape[index] = torch.tensor([layer.experts, slots, layer.blobs.used])
             places[index, :, : layer.experts] = (layer.residency.slot + 1).int()
+            for policy in range(len(POLICIES)):
+                own = expert_cache.new_state(layer.experts, policy, layer.pinned)
+                states[index, policy, : len(own)] = own
     counts = torch.zeros(len(layers), len(POLICIES), len(COUNTERS), dtype=torch.int64)
     device = seen.device
     return ShadowTables(

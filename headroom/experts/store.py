@@ -114,7 +114,7 @@ class ExpertStore:
         for layer, placed in zip(self.layers, self.placement.hot, strict=True):
             if layer is not None and layer.is_cached:
                 # A repair that failed has left free slots, which steps do not fill.
-                hot = dict.fromkeys([*layer.hot, *placed])
+                hot = dict.fromkeys([*layer.pinned, *layer.hot, *placed])
                 layer.hold([*hot][: len(layer.slots)], copy_all=True)
 
     def restore(self) -> None:
@@ -253,7 +253,8 @@ def open_store(
             continue
         cache = None
         if (policy := policies[index]) is not None:
-            cache = LayerCache(policy, words, counts[index], seen[index])
+            pinned = request.placement.pinned_of(index)
+            cache = LayerCache(policy, pinned, words, counts[index], seen[index])
         at = sum(rooms[:index])
         layers.append(
             LayerStore(

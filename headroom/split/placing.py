@@ -92,7 +92,36 @@ def find_placement(
         _log_memory(device, _own_layers(shape, plan, device))
         if named is not None:
             _warn_of_unused(placement, device, shape, plan)
+    if options.expert_pin:
+        placement = _with_pins(placement, shape, plan, options, counts)
     return placement if counts is None else placement.with_hit_rates(layers, counts)
+
+
+def _with_pins(
+    placement: ExpertPlacement,
+    shape: ModelShape,
+    plan: Plan,
+    options: Options,
+    counts: ExpertCounts | None,
+) -> ExpertPlacement:
+    """Return a placement whose most chosen experts never give up their slots; warn without effect.
+
+    Every layer with a cache keeps slots for some tokens' experts that change hands.
+    """
+    why = ""
+    if counts is None:
+        why = "there are no routing statistics, which headroom profile makes"
+    elif any(device.settings.worker for device in plan.devices):
+        why = "workers are not told which experts are chosen most often"
+    elif all(device.settings.expert_policy == "static" for device in plan.devices):
+        why = "no slots change hands within steps"
+    if why or counts is None:
+        log.warning("experts: --expert-pin has no effect here, since %s", why)
+        return placement
+    least = [LEAST_TOKENS * layer.experts_used for layer in shape.layers]
+    pinned = placement.with_pins(options.expert_pin, counts, least)
+    log.info("experts: %d never give up their slots", sum(map(len, pinned.pinned)))
+    return pinned
 
 
 def _cold_devices(plan: Plan) -> list[DevicePlan]:

@@ -23,7 +23,10 @@ SPLIT_OPTIONS = {
     "split": "the share of layers for each device",
     "activation_dtype": "the type of rows that one device hands to the next",
 }
-COLD_OPTIONS = ("cold", "no_pin", "keep_host_copy", "expert_policy", *EXCHANGE_OPTIONS)
+COLD_OPTIONS = (
+    *("cold", "no_pin", "keep_host_copy", "expert_policy", "expert_pin"),
+    *EXCHANGE_OPTIONS,
+)
 
 
 def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:

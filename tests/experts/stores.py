@@ -39,7 +39,8 @@ def small_store(
     given = {
         "cold": "cpu", "speeds": speeds, "pin": False, "keep_copy": False, "staging_bytes": 1024,
     } | request  # fmt: skip
-    placement = ExpertPlacement(tuple(hot), "drawn")
+    pinned: tuple[tuple[int, ...], ...] = given.pop("pinned", ())  # type: ignore[assignment]
+    placement = ExpertPlacement(tuple(hot), "drawn", pinned=pinned)
     made = StoreRequest(placement=placement, **given)  # type: ignore[arg-type]
     store = open_store(layouts, made, device, lambda line, size: None)
     for index, layer in enumerate(store.layers):

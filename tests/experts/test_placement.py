@@ -204,3 +204,13 @@ def test_even_choices_have_no_skew() -> None:
 def test_a_share_is_one_expert_at_least() -> None:
     (found,) = measure_skew([[3.0, 1.0]])
     assert found.top == pytest.approx((0.75, 0.75, 0.75))
+
+
+def test_the_most_chosen_of_the_hot_experts_are_pinned_and_some_slots_stay_free() -> None:
+    placement = ExpertPlacement(((), (0, 2, 3, 5, 6, 7), (1, 2)), "statistics")
+    counts = [(), (1.0, 99.0, 4.0, 8.0, 99.0, 8.0, 0.0, 2.0), (0.0, 5.0, 6.0)]
+    pinned = placement.with_pins(0.5, counts, [0, 2, 2])
+    assert pinned.pinned == ((), (2, 3, 5), ())
+    assert [pinned.pinned_of(layer) for layer in range(3)] == [*pinned.pinned]
+    assert placement.with_pins(1.0, counts, [0, 4, 0]).pinned == ((), (3, 5), (1, 2))
+    assert placement.pinned_of(1) == ()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headroom.experts import cache, policies
-from headroom.experts.cache import POLICIES, CacheModel, Policy
+from headroom.experts.cache import POLICIES, RULES, CacheModel, Policy
 from headroom.experts.policies import (
     FILLS_COST,
     MIN_GAIN,
@@ -16,7 +16,10 @@ from headroom.experts.policies import (
     better_policy,
 )
 from headroom.experts.store import ExpertStore
-from tests.experts.stores import blob_layout, small_store
+from headroom.kernels.cuda import expert_cache
+from headroom.kernels.cuda.expert_cache import COUNTERS
+from headroom.kernels.ops import Picks
+from tests.experts.stores import blob_layout, check_cached_layer, small_store
 from tests.stand_in.cuda_on_cpu import COMPILER
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
@@ -57,6 +60,42 @@ def test_a_named_policy_that_only_some_layers_can_have_is_a_warning(
     )
     assert [layer is not None and layer.is_cached for layer in store.layers] == [True, False, True]
     assert "--expert-policy lru has no effect in 1 of 3 layers with cold experts" in caplog.text
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pinned_experts_keep_their_slots_in_steps_and_in_shadows(policy: Policy) -> None:
+    placed, pinned = (0, 3, 5, 7), (3, 7)
+    store = small_store(
+        *([blob_layout(EXPERTS)], [placed], "cuda:0"),
+        cold="gpu",
+        pin=True,
+        keep_copy=True,
+        policy="auto",
+        pinned=(pinned,),
+    )
+    keeper = PolicyKeeper(store, "counts", store.spare.copies.mark)
+    (layer,) = store.layers
+    assert layer is not None
+    for _ in range(2):
+        store.restore()
+        keeper.restart()
+        layer.set_policy(POLICIES.index(policy))
+        models = [CacheModel.start(each, EXPERTS, placed, pinned) for each in POLICIES]
+        for turn in range(40):
+            picks = [[(5 * turn) % 11, 11], [turn % 3, 7 * turn % 12]]
+            ids = torch.tensor(picks, dtype=torch.int32).to("cuda")
+            weights = torch.ones(2, 2).to("cuda")
+            expert_cache.resolve(Picks(ids, weights), layer.lookup, RULES, None)
+            assert layer.lookup.filling is not None
+            expert_cache.fill(layer.lookup.filling)
+            keeper._tables.shape[:, 2] = 2  # picks of a row
+            keeper.end_step(2)
+            for model in models:
+                model.resolve(picks)
+        assert set(pinned) <= set(check_cached_layer(store, 0))
+        said = [[getattr(model.counts, name) for name in COUNTERS] for model in models]
+        assert keeper._tables.counts[0].cpu().tolist() == said
+        assert store.cache_counts[0].cpu().tolist() == said[POLICIES.index(policy)]
 
 
 def run(keeper: PolicyKeeper, store: ExpertStore, picks: list[int]) -> None:

@@ -9,8 +9,6 @@ from headroom.kernels.cuda import expert_cache
 from headroom.kernels.cuda.expert_cache import (
     COUNTERS,
     FILL_WORDS,
-    PINNED,
-    STATE_WORDS,
     STEP_FILLED,
     CpuRequest,
     Filling,
@@ -74,9 +72,7 @@ def layer_of(
         slot = int(place[expert]) - 1
         at = host[expert] if slot < 0 else slots[slot]
         addresses[expert] = at.data_ptr() + starts
-    state = expert_cache.new_state(experts, POLICIES.index(policy))
-    uses = STATE_WORDS + experts
-    state[[uses + expert for expert in pinned]] = PINNED
+    state = expert_cache.new_state(experts, POLICIES.index(policy), pinned)
     words = torch.zeros(FILL_WORDS, dtype=torch.int32, device=device)
     filling = Filling(words, host, slots, sum(SIZES[:2]))
     table = LayerTable(

@@ -154,6 +154,38 @@ def test_exchanges_have_no_effect_where_slots_change_hands(
     assert (row.levelno, row.message) == (logging.WARNING, told)
 
 
+COUNTS = [[float(i) for i in range(layer.experts)] for layer in MODEL.layers]
+
+
+def test_pins_take_the_most_chosen_experts_and_leave_slots_for_four_tokens() -> None:
+    half = find_placement(MODEL, *planned("30%", expert_pin=0.5), "abc", COUNTS)
+    assert half is not None
+    for hot, pinned in zip(half.hot, half.pinned, strict=True):
+        assert pinned == hot[len(hot) - len(pinned) :]
+        assert len(pinned) == min(len(hot) // 2, max(0, len(hot) - 32))
+    assert half.pinned[5]
+
+
+@pytest.mark.parametrize(
+    ("counts", "more", "why"),
+    [
+        (None, {}, "there are no routing statistics, which headroom profile makes"),
+        (COUNTS, {"expert_policy": "static"}, "no slots change hands within steps"),
+        (COUNTS, {"cold": "cpu"}, "no slots change hands within steps"),
+    ],
+)
+def test_pins_without_effect_are_a_warning(
+    counts: list[list[float]] | None,
+    more: dict[str, str],
+    why: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    placement = find_placement(MODEL, *planned("30%", expert_pin=0.5, **more), "abc", counts)
+    assert placement is not None
+    assert placement.pinned == ()
+    assert f"experts: --expert-pin has no effect here, since {why}" in caplog.messages
+
+
 @pytest.mark.parametrize(("copy", "named"), [(False, True), (True, False)])
 def test_experts_that_are_held_nowhere_have_no_exchanges_to_choose(
     copy: bool, named: bool, caplog: pytest.LogCaptureFixture

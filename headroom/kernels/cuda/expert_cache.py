@@ -5,6 +5,7 @@
 needs no host. The kernels of the experts then copy the fills (`ExpertTiles.filling`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,10 +90,14 @@ def static_table(is_hot: torch.Tensor, link: torch.Tensor | None) -> LayerTable:
     return LayerTable(place=is_hot, addresses=addresses, counts=counts, link=link)
 
 
-def new_state(experts: int, policy: int) -> torch.Tensor:
-    """Return the words of a cache in host memory, before its first step."""
+def new_state(experts: int, policy: int, pinned: Sequence[int] = ()) -> torch.Tensor:
+    """Return the words of a cache in host memory, before its first step.
+
+    Experts that are `pinned`, and in slots, never leave.
+    """
     state = torch.zeros(state_words(experts), dtype=torch.int32)
     state[0] = policy
+    state[[STATE_WORDS + experts + expert for expert in pinned]] = PINNED
     return state
 
 
