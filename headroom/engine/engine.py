@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -24,7 +25,7 @@ from headroom.engine.outputs import (
 from headroom.engine.pages import PagePool
 from headroom.engine.pooling import NORM_ROWS, PooledRows
 from headroom.engine.prefix_disk import PrefixFiles
-from headroom.engine.prefixes import Prefixes
+from headroom.engine.prefixes import PrefixEntries, Prefixes
 from headroom.engine.request import (
     FinishReason,
     GenerationRequest,
@@ -44,6 +45,8 @@ from headroom.split.upkeep import ExpertUpkeep, ExpertView
 __all__ = ["Engine", "ExpertView"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_WAIT_S = 0.02  # how long an engine without anything to compute waits for a file at a time
 
@@ -67,17 +70,20 @@ class Engine:
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
-        self._prefixes = Prefixes(pipeline, self._pool, settings, prefix_files)
+        caches = pipeline.cache_files
+        page_bytes = None if caches is None else caches.page_bytes
+        self._prefixes = Prefixes(pipeline, self._pool, settings, prefix_files, page_bytes)
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
         self._losses = 0  # how often parts of the pipeline were lost, and all steps under way
-        # The lock guards the five fields below, which other threads use, and nothing else.
+        # The lock guards the six fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
         self._live: dict[str, Sequence] = {}
         self._inbox: deque[Sequence] = deque()
         self._cancelled: set[str] = set()
+        self._calls: list[Callable[[], None]] = []  # what is to be done between two steps
         self._closing = False
         self._failure = ""  # what ended the thread, if it was not close()
         if pipeline.restarter is not None:
@@ -167,6 +173,29 @@ class Engine:
             self._changed.notify()
         return view
 
+    def list_prefixes(self, owner: str = "") -> "Future[PrefixEntries]":
+        """Ask for what is kept of an owner's prompts, as it is after the step under way."""
+        return self._between_steps(lambda: self._prefixes.entries(owner))
+
+    def forget_prefixes(self, owner: str = "") -> "Future[int]":
+        """Forget an owner's prompts after the step under way; the result is in pages."""
+        return self._between_steps(lambda: self._prefixes.forget(owner))
+
+    def _between_steps(self, work: Callable[[], T]) -> "Future[T]":
+        """Let the engine's thread do something between two steps."""
+        asked: Future[T] = Future()
+
+        def run() -> None:
+            if asked.set_running_or_notify_cancel():
+                asked.set_result(work())
+
+        with self._changed:
+            if self._closing:
+                raise CapacityError(self._failure or "The engine is shutting down.")
+            self._calls.append(run)
+            self._changed.notify()
+        return asked
+
     @property
     def alive(self) -> bool:
         """Whether requests are taken: the thread runs and is not about to stop."""
@@ -229,18 +258,26 @@ class Engine:
     def _take_requests(self) -> bool:
         """Wait for requests, queue new ones, end cancelled ones; False if the engine is closing."""
         with self._changed:
-            while not (self._live or self._closing or self.trouble or self._prefixes.has_news):
+            while not (self._live or self._closing or self.trouble or self._has_calls):
                 if not self._changed.wait(self._idle_s()):
                     return True  # no request came, and the upkeep has something to do
+            calls = list(self._calls)
+            self._calls.clear()
             while self._inbox:
                 self._scheduler.add(self._inbox.popleft())
             ended = [self._live[name] for name in self._cancelled if name in self._live]
             self._cancelled.clear()
             if self._closing:
                 return False
+        for call in calls:
+            call()
         for sequence in ended:
             self._finish(sequence, "cancelled")
         return True
+
+    @property
+    def _has_calls(self) -> bool:
+        return bool(self._calls) or self._prefixes.has_news
 
     def _idle_s(self) -> float | None:
         """Return how many seconds to wait for requests before the upkeep is due; None: forever."""

@@ -1,13 +1,15 @@
 """PrefixCache: which prefixes of earlier requests the KV pages and snapshots still hold."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from headroom.engine.pages import PagePool
 
 Tokens = tuple[int, ...]
+Used = tuple[float, int]  # when something was last used: by time.monotonic(), and in which order
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +26,9 @@ class Snapshot:
     tail: Tokens
     tail_page: int | None  # None: the prefix ends with a full page
     passing: bool  # saved on the way through a long prompt, not where a prompt or an answer ended
-    used: int  # when it was last used
+    used: Used
     holds: int = 0  # files that it is being written to; it is not given up meanwhile
+    dropped: bool = False  # forgotten while it was held
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +39,22 @@ class _Page:
     tokens: Tokens
     page: int  # -1 for a root
     end: int  # tokens up to the end of the page
-    used: int = 0  # when it was last used
+    used: Used = (0.0, 0)
     children: "dict[Tokens, _Page]" = field(default_factory=dict)
     snapshots: dict[Tokens, Snapshot] = field(default_factory=dict)  # by their tail
     dropped: bool = False
     key: str = ""  # of a root: the key of its prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """What is told of a prefix."""
+
+    key: str
+    tokens: int
+    pages: int
+    snapshots: int  # of the prefix and its beginnings
+    idle_s: float  # since it was last used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +80,8 @@ class PrefixCache:
         self._free_slots = list(range((snapshot_slots or 0) - 1, -1, -1))
         self._roots: dict[str, _Page] = {}
         self._snapshots: list[Snapshot] = []
-        self._clock = count(1)
-        self._order = count()  # breaks ties in the heap
-        self._heap: list[tuple[int, int, _Page]] = []  # leaves by last use; some entries are stale
+        self._order = count()  # breaks ties of times and in the heap
+        self._heap: list[tuple[Used, int, _Page]] = []  # leaves by last use; some entries are stale
         self.evicted_pages = 0
         self.evicted_snapshots = 0
         pool.evict = self._evict_pages
@@ -92,7 +105,7 @@ class PrefixCache:
         last = path[-1] if snapshot is None else snapshot.node
         if snapshot is None and not last.end:
             return None
-        now = next(self._clock)
+        now = self._now()
         if snapshot is not None:
             snapshot.used = now
         pages = []
@@ -121,6 +134,12 @@ class PrefixCache:
         """Return the pages that are kept of a prefix, from its beginning."""
         return [node.page for node in self._walk(key, tokens, len(tokens)) if node.parent]
 
+    def let_go(self, snapshot: Snapshot) -> None:
+        """Hold a snapshot once less."""
+        snapshot.holds -= 1
+        if snapshot.dropped and not snapshot.holds:
+            self._free_slots.append(snapshot.slot)
+
     def take_snapshot_slot(self) -> int | None:
         """Return a slot for a snapshot that is about to be taken; None if there is none."""
         if not self._free_slots and (oldest := self._least_wanted()) is not None:
@@ -138,27 +157,53 @@ class PrefixCache:
         node = self._add(key, tokens, pages)
         tail = tuple(tokens[node.end :])
         if tail in node.snapshots:
-            node.snapshots[tail].used = next(self._clock)
+            node.snapshots[tail].used = self._now()
             self.give_back_snapshot_slot(slot)
             return
         tail_page = pages[node.end // self._page_size] if tail else None
         if tail_page is not None:
             self._pool.keep(tail_page)
-        now = next(self._clock)
+        now = self._now()
         snapshot = Snapshot(slot, len(tokens), node, tail, tail_page, passing, now)
         node.snapshots[tail] = snapshot
         self._snapshots.append(snapshot)
 
+    def entries(self) -> "Iterator[KeptPrefix]":
+        """Yield every prefix that is no other one's beginning."""
+        now = time.monotonic()
+        for key, root in self._roots.items():
+            for node in (root, *_below(root)):
+                tails = [x for x in node.snapshots.values() if x.tail]
+                if node.children and not tails:
+                    continue
+                longest = max([node.end, *(x.position for x in tails)])
+                used = max([node.used[0], *(x.used[0] for x in tails)])
+                pages = node.end // self._page_size
+                states = _snapshots_above(node)
+                yield KeptPrefix(key, longest, pages + len(tails), states, now - used)
+
     def clear(self) -> None:
         """Forget all prefixes."""
-        for snapshot in list(self._snapshots):
-            self._drop_snapshot(snapshot)
-        for root in self._roots.values():
+        self.forget(lambda key: True)
+        self._heap.clear()
+
+    def forget(self, wanted: Callable[[str], bool]) -> int:
+        """Forget the prefixes of some keys; return how many pages were kept of them."""
+        pages = 0
+        for key in [key for key in self._roots if wanted(key)]:
+            root = self._roots[key]
+            for node in (root, *_below(root)):
+                for snapshot in list(node.snapshots.values()):
+                    self._drop_snapshot(snapshot)
             for node in list(_below(root)):
                 node.dropped = True
                 self._pool.drop(node.page)
-        self._roots.clear()
-        self._heap.clear()
+                pages += 1
+            self._roots.pop(key, None)
+        return pages
+
+    def _now(self) -> Used:
+        return time.monotonic(), next(self._order)
 
     def _walk(self, key: str, tokens: Sequence[int], most: int) -> "Iterator[_Page]":
         """Yield the root and the known full pages within the first `most` tokens."""
@@ -188,7 +233,7 @@ class PrefixCache:
         node = self._roots.get(key)
         if node is None:
             node = self._roots[key] = _Page(None, (), -1, 0, key=key)
-        now, size = next(self._clock), self._page_size
+        now, size = self._now(), self._page_size
         for number in range(len(tokens) // size):
             own = tuple(tokens[number * size : (number + 1) * size])
             child = node.children.get(own)
@@ -251,7 +296,9 @@ class PrefixCache:
         del snapshot.node.snapshots[snapshot.tail]
         if snapshot.tail_page is not None:
             self._pool.drop(snapshot.tail_page)
-        self._free_slots.append(snapshot.slot)
+        snapshot.dropped = True
+        if not snapshot.holds:
+            self._free_slots.append(snapshot.slot)
         self.evicted_snapshots += 1
         self._drop_empty_root(snapshot.node)
 
@@ -274,3 +321,13 @@ def _below(root: "_Page") -> "Iterator[_Page]":
         node = stack.pop()
         yield node
         stack += node.children.values()
+
+
+def _snapshots_above(node: "_Page") -> int:
+    """Return how many snapshots a page and those before it have."""
+    found, at = 0, node
+    while True:
+        found += len(at.snapshots)
+        if at.parent is None:
+            return found
+        at = at.parent

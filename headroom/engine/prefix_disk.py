@@ -12,7 +12,13 @@ import torch
 from headroom import __version__
 from headroom.engine.pages import PagePool
 from headroom.engine.prefix_cache import PrefixCache, Snapshot
-from headroom.engine.prefix_folder import Loading, PrefixFolder, key_digest
+from headroom.engine.prefix_folder import (
+    Loading,
+    PrefixFolder,
+    StoredEntry,
+    key_digest,
+    owner_digest,
+)
 from headroom.engine.sequence import Sequence as Running
 from headroom.errors import OptionError
 from headroom.options import Options
@@ -134,6 +140,14 @@ class PrefixDisk:
                 self._take(sequence, loading)
         self._loads = [(sequence, load) for sequence, load in self._loads if not load.done]
 
+    def entries(self, owner: str) -> list[StoredEntry]:
+        """Return what is told of the files of an owner's prefixes."""
+        return self._folder.entries(owner_digest(owner))
+
+    def forget(self, owner: str) -> None:
+        """Remove the files of an owner's prefixes, after those that are being written."""
+        self._folder.forget(owner_digest(owner))
+
     def close(self) -> None:
         """Wait until everything is written, and end the folder's thread."""
         self._folder.close()
@@ -158,7 +172,7 @@ class PrefixDisk:
         self._pool.give_back(held.pages)
         self._held -= len(held.pages)
         for snapshot in held.snapshots:
-            snapshot.holds -= 1
+            self._cache.let_go(snapshot)
 
     def _take(self, sequence: Running, loading: Loading) -> None:
         """Make a prefix of what was read, as if a request had just computed it."""

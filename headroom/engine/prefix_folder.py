@@ -39,6 +39,16 @@ class StoredPrefix:
     snapshot: int | None  # the number of the snapshot after these tokens; None: pages are enough
 
 
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """What is told of a file."""
+
+    tokens: int
+    size_bytes: int
+    snapshots: int
+    idle_s: float  # since it was last written or read
+
+
 @dataclass(slots=True, eq=False)
 class Loading:
     """A prefix that is being read; `blocks` are there when `done` is set."""
@@ -171,6 +181,31 @@ class PrefixFolder:
         self._add(write)
         return True
 
+    def entries(self, owner: str) -> list[StoredEntry]:
+        """Return what is told of the files whose key has an owner's digest."""
+        with self._lock:
+            found = [(x, y) for x, y in self._heads.items() if y.key.startswith(f"{owner}.")]
+        entries = []
+        for path, head in found:
+            with suppress(OSError):  # another process has removed it
+                facts = path.stat()
+                idle_s = max(0.0, time.time() - facts.st_mtime)
+                tokens, snapshots = len(head.tokens), len(head.snapshots)
+                entries.append(StoredEntry(tokens, facts.st_size, snapshots, idle_s))
+        return entries
+
+    def forget(self, owner: str) -> None:
+        """Remove the files whose key has an owner's digest, after the present jobs."""
+
+        def remove() -> None:
+            self._refresh()
+            for path, head in list(self._heads.items()):
+                if head.key.startswith(f"{owner}."):
+                    self._forget(path, delete=True)
+            self._shrink()
+
+        self._add(remove)
+
     def close(self) -> None:
         """Finish the jobs and end the thread."""
         self._jobs.put(None)
@@ -280,9 +315,23 @@ class PrefixFolder:
         self.stored_bytes, self.stored_files = total, len(self._heads)
 
 
+def owner_of(key: str) -> str:
+    """Return whose prefixes have a cache key: what stands before its first zero character."""
+    return key.partition("\0")[0]
+
+
 def key_digest(key: str) -> str:
     """Return what a file says of a cache key: enough to tell keys apart, and not the key."""
-    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return f"{owner_digest(owner_of(key))}.{_digest(key)}"
+
+
+def owner_digest(owner: str) -> str:
+    """Return what a file says of the owner of a cache key."""
+    return _digest(owner)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def common_length(one: Sequence[int], other: Sequence[int], most: int) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from headroom.engine.pages import PagePool
-from headroom.engine.prefix_cache import PrefixCache
+from headroom.engine.prefix_cache import KeptPrefix, PrefixCache
 from headroom.engine.prefix_disk import PrefixDisk, PrefixFiles
-from headroom.engine.prefix_folder import common_length
+from headroom.engine.prefix_folder import StoredEntry, common_length, owner_of
 from headroom.engine.sequence import Sequence, UnconfirmedSnapshot
 from headroom.layers.cache import CacheMover
 from headroom.plan.settings import PlanSettings
@@ -30,6 +30,15 @@ class PrefixCounts:
     evicted_snapshots: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixEntries:
+    """All prefixes of one owner."""
+
+    kept: list[KeptPrefix]  # in the pages of devices
+    page_bytes: int | None  # of each of their pages; None: they are in other processes
+    stored: list[StoredEntry]  # in files
+
+
 class Prefixes:
     """The prefix cache of an engine; only the engine's thread uses it.
 
@@ -46,6 +55,7 @@ class Prefixes:
         pool: PagePool,
         settings: PlanSettings,
         files: PrefixFiles | None = None,
+        page_bytes: int | None = None,  # of all stages; None: they are in other processes
     ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
         self._needs_snapshots = mover.needs_snapshots
@@ -53,6 +63,7 @@ class Prefixes:
         slots = settings.snapshots if self._needs_snapshots else None
         self._pool = pool
         self._cache = PrefixCache(pool, self._page_size, slots)
+        self._page_bytes = page_bytes
         self._disk: PrefixDisk | None = None
         if files is not None and self.works:
             self._disk = PrefixDisk(files, pool, self._cache, self._page_size)
@@ -181,6 +192,20 @@ class Prefixes:
         """Write what is still to be written to files."""
         if self._disk is not None:
             self._disk.close()
+
+    def entries(self, owner: str) -> PrefixEntries:
+        """Return what is kept of an owner's prompts."""
+        return PrefixEntries(
+            kept=[entry for entry in self._cache.entries() if owner_of(entry.key) == owner],
+            page_bytes=self._page_bytes,
+            stored=[] if self._disk is None else self._disk.entries(owner),
+        )
+
+    def forget(self, owner: str) -> int:
+        """Forget an owner's prompts, in memory and in files; return how many pages that were."""
+        if self._disk is not None:
+            self._disk.forget(owner)
+        return self._cache.forget(lambda key: owner_of(key) == owner)
 
     def clear(self) -> None:
         """Forget all prefixes; the caches of the stages are empty."""

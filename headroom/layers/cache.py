@@ -161,7 +161,8 @@ class StageCaches:
         self._rings = [_Ring(own) for own in pages if own.ring]
         one = [tensor[0] for tensor in self._states]
         one += [part for ring in self._rings for part in ring.covered]
-        self.nbytes = size = snapshots * sum(part.nbytes for part in one)
+        self._snapshot_bytes = sum(part.nbytes for part in one)
+        self.nbytes = size = snapshots * self._snapshot_bytes
         self._memory = HostMemory(size, pin=pin) if size else None
         memory = torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory.bytes
         saved = _cut(memory, one, snapshots)
@@ -208,7 +209,7 @@ class StageCaches:
     @property
     def snapshot_bytes(self) -> int:
         """The bytes of one snapshot."""
-        return sum(saved[0].nbytes for saved in self._all_saved)
+        return self._snapshot_bytes
 
     @torch.inference_mode()
     def read_page(self, page: int) -> torch.Tensor:

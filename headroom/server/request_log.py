@@ -40,8 +40,12 @@ class RequestRecord:
     @property
     def prefix_key(self) -> str | None:
         """The cache key of its prompts: different API keys never share a prefix."""
-        name = "" if self.key is None else self.key.name
-        return None if self.cache_key is None else f"{name}\0{self.cache_key}"
+        return None if self.cache_key is None else f"{self.owner}\0{self.cache_key}"
+
+    @property
+    def owner(self) -> str:
+        """The name of its API key; "" if it needs none."""
+        return "" if self.key is None else self.key.name
 
     def add_token(self) -> None:
         """Count a generated token."""

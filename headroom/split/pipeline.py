@@ -260,6 +260,11 @@ class PipelineFiles:
         """The sizes of all parts: equal for caches that can exchange their bytes."""
         return f"{self._page_sizes} {self._snapshot_sizes}"
 
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page of all parts."""
+        return sum(self._page_sizes)
+
     def read_page(self, page: int) -> torch.Tensor:
         """Return a page as bytes; any thread may ask."""
         return torch.cat([part.read_page(page) for part in self._parts])
