@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -44,7 +45,16 @@ def better_policy(current: Policy, hit_rates: Mapping[Policy, float]) -> Policy:
     return best if worth[best] - worth[current] > MIN_GAIN else current
 
 
-def open_shadows(layers: Sequence[LayerStore | None], seen: torch.Tensor) -> ShadowTables:
+@dataclass(frozen=True, slots=True, eq=False)
+class ShadowStart:
+    """What shadows begin with, in host memory; ShadowTables has the shapes."""
+
+    shape: torch.Tensor
+    places: torch.Tensor
+    states: torch.Tensor
+
+
+def start_shadows(layers: Sequence[LayerStore | None]) -> ShadowStart:
     """Return caches of integers for all layers and policies, with the experts that are resident."""
     experts = max(layer.experts for layer in layers if layer is not None and layer.is_cached)
     shape = torch.zeros(len(layers), 3, dtype=torch.int32)
@@ -59,10 +69,16 @@ def open_shadows(layers: Sequence[LayerStore | None], seen: torch.Tensor) -> Sha
             for policy in range(len(POLICIES)):
                 own = expert_cache.new_state(layer.experts, policy, layer.pinned)
                 states[index, policy, : len(own)] = own
+    return ShadowStart(shape, places, states)
+
+
+def open_shadows(layers: Sequence[LayerStore | None], seen: torch.Tensor) -> ShadowTables:
+    """Return the shadows of all layers on the GPU, where steps leave their picks in `seen`."""
+    start, device = start_shadows(layers), seen.device
     counts = torch.zeros(len(layers), len(POLICIES), len(COUNTERS), dtype=torch.int64)
-    device = seen.device
     return ShadowTables(
-        seen, shape.to(device), places.to(device), states.to(device), counts.to(device)
+        *(seen, start.shape.to(device), start.places.to(device), start.states.to(device)),
+        counts.to(device),
     )
 
 
@@ -95,9 +111,9 @@ class PolicyKeeper:
 
     def restart(self) -> None:
         """Let all shadows begin anew with the experts that are resident now."""
-        fresh = open_shadows(self._store.layers, self._store.seen)
-        self._tables.places.copy_(fresh.places)  # in place, because captured steps read them
-        self._tables.states.copy_(fresh.states)
+        start = start_shadows(self._store.layers)
+        self._tables.places.copy_(start.places)  # in place, because captured steps read them
+        self._tables.states.copy_(start.states)
         self._tables.counts.zero_()
 
     def end_step(self, rows: int) -> None:
