@@ -411,6 +411,7 @@ def test_a_model_that_was_idle_is_shared_among_the_same_devices_again(
     assert len(shelved.llm.plan.devices) == 2
 
 
+@pytest.mark.slow
 def test_workers_run_one_model_at_a_time(serve: Any, alone: dict[str, str]) -> None:
     server = serve("tiny", "llama", workers="2", device=None)
     assert server.text("llama") == alone["llama"]
