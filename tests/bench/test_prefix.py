@@ -49,9 +49,10 @@ def test_a_prompt_is_measured_cold_and_after_others_that_begin_alike(
     assert report.figures.left_out == []
     for tokens, figure in zip(SMALL.prompts, report.figures.prefixes, strict=True):
         assert (figure.cold.prompt, figure.cold.cached) == (tokens, 0)  # in every round
-        assert (figure.same.prompt, figure.same.cached) == (tokens, tokens // 64 * 64)
+        assert figure.same.prompt == tokens
+        assert tokens // 64 * 64 <= figure.same.cached <= tokens
         assert figure.longer.prompt == tokens + 64
-        assert figure.longer.cached == tokens // 64 * 64
+        assert tokens // 64 * 64 <= figure.longer.cached <= tokens
         assert (figure.branch.prompt, figure.branch.cached) == (tokens, 64)
         for one in (figure.cold, *figure.warm.values()):
             assert one.seconds > 0

@@ -161,7 +161,7 @@ def asker(llm: LLM) -> Iterator[Asker]:
 
 def nearly_all(told: Told) -> bool:
     """Whether all was cached but what lies after the last page or the last cut."""
-    return told.prompt - 2 * PAGE < told.cached < told.prompt
+    return told.prompt - 2 * PAGE < told.cached <= told.prompt
 
 
 @pytest.mark.parametrize("name", APIS)
@@ -206,7 +206,7 @@ def test_ollama_counts_the_whole_prompt_and_answers_alike(asker: Asker, name: st
     warm = asker.post(f"/api/{name}", body)
     cached = asker.metric("prompt_tokens_cached_total") - before
     # Ollama's counts have no field for cached tokens: they are part of prompt_eval_count.
-    assert warm["prompt_eval_count"] == cold["prompt_eval_count"] > cached > 0
+    assert warm["prompt_eval_count"] == cold["prompt_eval_count"] >= cached > 0
     said = "message" if name == "chat" else "response"
     assert warm[said] == cold[said]
     asker.post(f"/api/{name}", body | {"cache_prompt": False})
