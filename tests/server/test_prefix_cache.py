@@ -176,7 +176,7 @@ def test_the_second_time_every_api_reports_the_cached_tokens(asker: Asker, name:
     assert warm.prompt == cold.prompt
     assert warm.said == cold.said
     assert longer.prompt > warm.prompt
-    assert longer.cached >= warm.cached - PAGE  # the end of the template has moved
+    assert longer.cached > warm.prompt - 2 * PAGE
     assert asker.metric("prompt_tokens_cached_total") - before == warm.cached + longer.cached
     assert asker.metric("prefix_hits_total") - hits == 2
     assert asker.metric("prefix_misses_total") - misses == 1
