@@ -37,6 +37,7 @@ from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, HeadroomError, ModelError, RequestError
+from headroom.layers.draws import TokenMask
 from headroom.plan.settings import PlanSettings
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage_times import times_between
@@ -72,7 +73,9 @@ class Engine:
         limits = Limits(settings.parallel, settings.chunk, settings.page_size)
         caches = pipeline.cache_files
         page_bytes = None if caches is None else caches.page_bytes
-        self._prefixes = Prefixes(pipeline, self._pool, settings, prefix_files, page_bytes)
+        self._prefixes = Prefixes(
+            pipeline, self._pool, settings, prefix_files, page_bytes, pipeline.kept_logits
+        )
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
         self._masks = MaskPool()
@@ -308,6 +311,10 @@ class Engine:
         depth = self._pipeline.depth
         parts = self._scheduler.micro_batches(depth)
         turns = self._scheduler.next_turns(parts)
+        for turn in turns:
+            if not turn.rows:
+                self._draw_first(turn.sequence)
+        turns = [turn for turn in turns if turn.rows]
         launched = self._launch(turns, ahead=parts == 1) if turns else None
         if launched is None:
             if self._unread:
@@ -359,6 +366,29 @@ class Engine:
         elif step.may_stay_unread:
             step.add_placeholders()
         return step
+
+    def _draw_first(self, sequence: Sequence) -> None:
+        """Draw the first token of an answer from logits that are kept with its whole prompt."""
+        turn, prefix = Turn(sequence, 0), sequence.prefix
+        assert prefix is not None
+        try:
+            sequence.started_at = sequence.started_at or time.perf_counter()
+            self._read_costs_before([turn])
+            self._start([turn])
+            limits = sequence.request.constraint
+            mask: TokenMask | None = None
+            if limits is not None and limits.may_limit(0):
+                (found,) = self._masks.compute([limits])
+                if isinstance(found, Exception):
+                    raise found
+                mask = found
+            last = len(sequence.tokens) - 1
+            output = Output(sequence, last, scores_prompt=False, draws=True, constraint=limits)
+            logits = self._prefixes.logits_after(prefix)
+        except Exception as error:
+            self._fail([turn], error)
+        else:
+            self._read_row(ReadOutput(output, None, logits, mask))
 
     def _start(self, turns: list[Turn]) -> None:
         """Let new sequences begin after their known prefixes, in the order of their admission."""
@@ -466,6 +496,9 @@ class Engine:
             if output.scores_prompt:  # also for other answers to the prompt
                 assert logits is not None
                 output.score_prompt(logits)
+            if live and output.keeps_logits:
+                assert logits is not None
+                self._prefixes.keep_logits(output.sequence, logits)
             if live and output.draws:
                 self._add_token(output, *output.choose(token, logits, mask))
         except Exception as error:

@@ -25,11 +25,14 @@ class Output:
     draws: bool  # the next token is drawn from this row
     pools: bool = False  # its hidden state goes into the vector of the prompt
     constraint: TokenConstraint | None = None  # limits the token; None: any token may be drawn
+    keeps_logits: bool = False  # the prefix cache keeps the logits
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""
         params = self.sequence.request.params
-        return self.scores_prompt or (self.draws and (token is None or params.logprobs is not None))
+        if self.scores_prompt or self.keeps_logits:
+            return True
+        return self.draws and (token is None or params.logprobs is not None)
 
     def score_prompt(self, logits: LogitRow) -> None:
         """Record the logprobs of the prompt's next token; nothing predicts the first token."""
@@ -154,7 +157,8 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
             if limits is not None and not limits.may_limit(sequence.unread):
                 limits = None
             scores = wants_logprobs and known <= position + 1 < len(sequence.request.prompt)
-            outputs.append(Output(sequence, position, scores, draws, pools, limits))
+            keeps = sequence.keeps_logits and position + 1 == len(sequence.request.prompt)
+            outputs.append(Output(sequence, position, scores, draws, pools, limits, keeps))
             known += scores
         known_after[id(logprobs)] = known
     return outputs

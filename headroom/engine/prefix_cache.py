@@ -25,6 +25,7 @@ class Snapshot:
     node: "_Page"  # the last full page of the prefix
     tail: Tokens
     tail_page: int | None  # None: the prefix ends with a full page
+    has_logits: bool  # those after the last token are kept, so that the next one can be drawn
     passing: bool  # saved on the way through a long prompt, not where a prompt or an answer ended
     used: Used
     holds: int = 0  # files that it is being written to; it is not given up meanwhile
@@ -94,9 +95,10 @@ class PrefixCache:
     def find(self, key: str, tokens: Sequence[int], most: int) -> Prefix | None:
         """Return the longest known prefix of at most `most` tokens; None: there is none.
 
+        A snapshot that has logits may end with the last token, even beyond `most`.
         Its pages count as used now. The caller shares them before it takes other pages.
         """
-        path = list(self._walk(key, tokens, most))
+        path = list(self._walk(key, tokens, len(tokens) if self.needs_snapshots else most))
         if not path:
             return None
         snapshot = self._deepest_snapshot(path, tokens, most) if self.needs_snapshots else None
@@ -151,20 +153,30 @@ class PrefixCache:
         self._free_slots.append(slot)
 
     def keep_snapshot(
-        self, key: str, tokens: Sequence[int], pages: Sequence[int], slot: int, *, passing: bool
+        self,
+        key: str,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        slot: int,
+        *,
+        passing: bool,
+        has_logits: bool = False,
     ) -> None:
         """Keep a prefix with the state after its last token, and the pages of the sequence."""
         node = self._add(key, tokens, pages)
         tail = tuple(tokens[node.end :])
-        if tail in node.snapshots:
-            node.snapshots[tail].used = self._now()
+        known = node.snapshots.get(tail)
+        if known is not None and (known.has_logits or not has_logits):
+            known.used = self._now()
             self.give_back_snapshot_slot(slot)
             return
+        if known is not None:
+            self._drop_snapshot(known)
         tail_page = pages[node.end // self._page_size] if tail else None
         if tail_page is not None:
             self._pool.keep(tail_page)
         now = self._now()
-        snapshot = Snapshot(slot, len(tokens), node, tail, tail_page, passing, now)
+        snapshot = Snapshot(slot, len(tokens), node, tail, tail_page, has_logits, passing, now)
         node.snapshots[tail] = snapshot
         self._snapshots.append(snapshot)
 
@@ -222,7 +234,8 @@ class PrefixCache:
             fitting = [
                 snapshot
                 for tail, snapshot in node.snapshots.items()
-                if snapshot.position <= most and tuple(tokens[node.end : snapshot.position]) == tail
+                if (snapshot.position <= most or snapshot.has_logits)
+                and tuple(tokens[node.end : snapshot.position]) == tail
             ]
             if fitting:
                 return max(fitting, key=lambda snapshot: snapshot.position)

@@ -4,10 +4,13 @@ import logging
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import torch
+
 from headroom.engine.pages import PagePool
-from headroom.engine.prefix_cache import KeptPrefix, PrefixCache
+from headroom.engine.prefix_cache import KeptPrefix, Prefix, PrefixCache
 from headroom.engine.prefix_disk import PrefixDisk, PrefixFiles
 from headroom.engine.prefix_folder import StoredEntry, common_length, owner_of
+from headroom.engine.sampler import LogitRow
 from headroom.engine.sequence import Sequence, UnconfirmedSnapshot
 from headroom.layers.cache import CacheMover
 from headroom.plan.settings import PlanSettings
@@ -56,6 +59,7 @@ class Prefixes:
         settings: PlanSettings,
         files: PrefixFiles | None = None,
         page_bytes: int | None = None,  # of all stages; None: they are in other processes
+        logits: torch.Tensor | None = None,  # room for a row of each snapshot
     ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
         self._needs_snapshots = mover.needs_snapshots
@@ -64,6 +68,7 @@ class Prefixes:
         self._pool = pool
         self._cache = PrefixCache(pool, self._page_size, slots)
         self._page_bytes = page_bytes
+        self._logits = torch.empty(0, 0) if logits is None else logits
         self._disk: PrefixDisk | None = None
         if files is not None and self.works:
             self._disk = PrefixDisk(files, pool, self._cache, self._page_size)
@@ -86,7 +91,8 @@ class Prefixes:
     def find(self, sequence: Sequence) -> None:
         """Let a sequence that is about to start share the pages of its longest known prefix.
 
-        At least one token is left to compute, since its row gives the next token.
+        At least one token is left to compute, since its row gives the next token, unless the
+        logits after the last token are kept.
         """
         if self._may_begin_later(sequence):
             self._share(sequence)
@@ -94,6 +100,9 @@ class Prefixes:
                 self._disk.find(sequence)
         if self._takes_snapshots(sequence):
             sequence.stops = self._stops(sequence)
+            last = (sequence.cached, *sequence.stops)[-1]
+            length = len(sequence.request.prompt)
+            sequence.keeps_logits = length - last >= self._page_size
 
     def waits(self, sequence: Sequence, running: SequenceOf[Sequence]) -> bool:
         """Whether a sequence had better start later: its prefix is being read, or computed.
@@ -149,6 +158,20 @@ class Prefixes:
             self._save(sequence, passing=False)
         elif position in sequence.stops:
             self._save(sequence, passing=True)
+
+    def keep_logits(self, sequence: Sequence, logits: LogitRow) -> None:
+        """Keep the logits after a sequence's prompt with the snapshot that was taken there."""
+        for saved in sequence.saved:
+            if saved.position == len(sequence.request.prompt):
+                self._logits[saved.slot] = torch.from_numpy(logits)
+                saved.has_logits = True
+
+    def logits_after(self, prefix: Prefix) -> LogitRow:
+        """Return the kept logits after a prefix that is a whole prompt."""
+        assert prefix.snapshot is not None
+        assert prefix.snapshot.has_logits
+        kept: LogitRow = self._logits[prefix.snapshot.slot].numpy()
+        return kept
 
     def confirm(self, sequence: Sequence) -> None:
         """Keep the prompt of a sequence whose first token is read."""
@@ -215,7 +238,7 @@ class Prefixes:
         assert sequence.request.cache_key is not None
         key, tokens = sequence.request.cache_key, sequence.tokens
         known = len(tokens) - sequence.unread
-        found = self._cache.find(key, tokens, min(known, len(tokens) - 1))
+        found = self._cache.find(key, tokens[:known], min(known, len(tokens) - 1))
         if found is not None:
             self._pool.share(found.pages)
             sequence.prefix, sequence.pages = found, list(found.pages)
@@ -224,7 +247,7 @@ class Prefixes:
     def _usable_later(self, sequence: Sequence, other: Sequence, least: int) -> int:
         """Return how many tokens a sequence need not compute once the prompt of another is kept."""
         tokens, prompt = sequence.tokens, other.request.prompt
-        most = min(len(tokens) - 1, len(prompt))
+        most = min(len(tokens) - (0 if other.keeps_logits else 1), len(prompt))
         if most < least or tuple(tokens[:least]) != prompt[:least]:
             return 0
         shared = common_length(tokens, prompt, most)
@@ -270,7 +293,12 @@ class Prefixes:
         self._cache.keep(key, tokens[:end], pages)
         for saved in sequence.saved:
             self._cache.keep_snapshot(
-                key, tokens[: saved.position], pages, saved.slot, passing=saved.passing
+                key,
+                tokens[: saved.position],
+                pages,
+                saved.slot,
+                passing=saved.passing,
+                has_logits=saved.has_logits,
             )
         sequence.saved.clear()
 

@@ -20,12 +20,14 @@ from headroom.split.stage_times import NamedTimes
 from headroom.split.upkeep import ExpertTelemetry
 
 
-class UnconfirmedSnapshot(NamedTuple):
+@dataclass(slots=True, eq=False)
+class UnconfirmedSnapshot:
     """A snapshot whose step is launched and not read yet."""
 
     slot: int
     position: int  # tokens of the sequence
     passing: bool  # on the way through its prompt
+    has_logits: bool = False  # those after its last token are kept
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class Sequence:
     loading: Loading | None = None  # a prefix that is read from a file for it
     reused: int | None = None  # prompt tokens that it found in the prefix cache; None: not started
     cuts: tuple[int, ...] | None = None  # where its prompt may be cut; None: not known yet
+    keeps_logits: bool = False  # the logits after its prompt are kept with a snapshot
     stops: tuple[int, ...] = ()  # those of its cuts at which snapshots are taken
     # Snapshots of steps that may still fail, and the token after which the last one was taken.
     saved: "list[UnconfirmedSnapshot]" = field(default_factory=list)

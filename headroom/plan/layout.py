@@ -21,7 +21,7 @@ from headroom.plan.lines import (
     layer_bytes,
     lookup_bytes,
     runtime_lines,
-    snapshot_bytes,
+    snapshots_bytes,
     snapshots_line,
     stage_lines,
 )
@@ -384,7 +384,7 @@ class _Builder:
         """Return the host's lines other than those of experts."""
         lines, first = [], self.stages[0]
         snapshots = sum(
-            stage.settings.snapshots * snapshot_bytes(self._layers(index), stage.settings)
+            snapshots_bytes(stage.model, self.ranges[index], stage.settings)
             for index, stage in enumerate(self.stages)
             if not stage.device.holds_all
         )

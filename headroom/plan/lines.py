@@ -157,6 +157,15 @@ def snapshot_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
     return total
 
 
+def snapshots_bytes(model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> int:
+    """Return the bytes of all snapshots of a stage; the last stage also keeps a row of logits."""
+    first, last = layer_range
+    each = snapshot_bytes(model.layers[first : last + 1], settings)
+    if StagePlace.of(layer_range, len(model.layers)).ends:
+        each += model.vocab * F32_BYTES
+    return settings.snapshots * each
+
+
 def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
     """Return the bytes that recurrent layers keep for the nodes of draft trees, in f32."""
     values = sum(layer.verify_values for layer in layers)
@@ -265,8 +274,8 @@ def stage_lines(
         staging_line(model, layer_range, settings),
         workspace_line(model, layers, device, settings, request),
     ]
-    if device.holds_all and (each := settings.snapshots * snapshot_bytes(layers, settings)):
-        lines.append(snapshots_line(each, settings))
+    if device.holds_all and settings.snapshots:
+        lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
     if request.draft is not None:
         why = f"{counted(settings.parallel, 'sequence')} x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))

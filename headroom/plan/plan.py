@@ -19,7 +19,7 @@ from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_
 from headroom.plan.lines import core_bytes, embed_bytes, head_bytes, snapshot_bytes
 from headroom.plan.predict import Prediction, predict
 from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, PlanStage, held_shape
-from headroom.plan.shape import ModelShape
+from headroom.plan.shape import F32_BYTES, ModelShape
 from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
     Candidate,
@@ -184,8 +184,10 @@ class PlanProblem:
     def _snapshots(self, stages: Sequence[PlanStage]) -> int:
         """Return how many snapshots the memory for them holds; each stage has its part of all."""
         each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
-        request = self.request
-        return min(request.most_snapshots, request.snapshot_bytes // each) if each else 0
+        if not each:  # pages alone are enough
+            return 0
+        each += self.model.vocab * F32_BYTES  # the logits after the last token
+        return min(self.request.most_snapshots, self.request.snapshot_bytes // each)
 
     @property
     def handover_type(self) -> str:

@@ -84,6 +84,9 @@ def start_pipeline(
     stages, capture_s = _open_stages(plan, model.config, devices, loaded, memory, progress)
     for device in devices:
         check_memory(plan, device, memory[device.name].allocated, held_before[device.name])
+    kept_logits = torch.empty(settings.snapshots, model.config.vocab)
+    if settings.snapshots:
+        _counter_of(devices[-1], memory, told)("snapshots", kept_logits.nbytes)
     colds = [part.cold_experts for part in loaded if part.cold_experts is not None]
     return Pipeline(
         stages,
@@ -94,6 +97,7 @@ def start_pipeline(
         keepers=[x for cold in colds for x in (cold.shares, cold.policies) if x is not None],
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
+        kept_logits=kept_logits,
     )
 
 

@@ -99,10 +99,13 @@ class Pipeline:
         load_times: LoadTimes | None = None,
         depth: int = 1,
         restarter: Restarter | None = None,
+        kept_logits: torch.Tensor | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self.depth = depth  # steps among which sequences are shared, because stages work at once
         self.vocab = vocab
+        # float32 [snapshots, vocabulary]: the logits after the last token of each snapshot.
+        self.kept_logits = torch.empty(0, vocab) if kept_logits is None else kept_logits
         self.restarter = restarter  # None: what is lost stays lost
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none

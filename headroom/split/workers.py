@@ -892,6 +892,7 @@ def open_worker_pipeline(
         # worker has another to compute.
         depth=workers.count + 1 if workers.count > 1 else 1,
         restarter=ChainRestarter(workers, options),
+        kept_logits=torch.empty(plan.settings.snapshots, model.config.vocab),
     )
 
 

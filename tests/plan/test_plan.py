@@ -446,7 +446,7 @@ def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
     options = Options(cache_ram="2GiB", context=4096, parallel=1)
     plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
     (line,) = (line for line in plan.host.lines if line.name == "snapshots")
-    each = 150_994_944 + 48 * 3 * 10240 * 4
+    each = 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
     assert line.bytes == 2 * GIB // each * each
     assert line.why == f"{2 * GIB // each} snapshots of recurrent states and windows"
 
@@ -456,7 +456,7 @@ def test_snapshots_take_a_share_of_host_memory_and_are_left_out_where_they_would
         chosen = Options(context=4096, parallel=1, **options)
         return make_plan([known_shape("qwen3.6-27b")], [gpu(24), memory], chosen).settings.snapshots
 
-    each = 150_994_944 + 48 * 3 * 10240 * 4
+    each = 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
     assert snapshots(host(64)) == 16
     assert snapshots(host(16)) == GIB // each
     assert snapshots(host(64), no_prefix_cache=True) == 0

@@ -37,9 +37,12 @@ def client(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[htt
         api_keys=str(keys),
         cache_dir=str(folder / "prefixes"),
     )
-    with LLM(options=options, path=path) as llm, serving(llm, options) as running:
-        with httpx.Client(base_url=running.address, timeout=60) as one:
-            yield one
+    with (
+        LLM(options=options, path=path) as llm,
+        serving(llm, options) as running,
+        httpx.Client(base_url=running.address, timeout=60) as one,
+    ):
+        yield one
 
 
 def headers(name: str) -> dict[str, str]:
