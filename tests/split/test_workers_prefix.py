@@ -19,7 +19,7 @@ class WorkersAsker(Asker):
     """Asks the engine of a model whose layers run in worker processes."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm, self.engine, self._count = llm, llm.engine, 0
+        self.llm, self.engine, self.count = llm, llm.engine, 0
 
 
 @pytest.fixture(scope="module", params=["qwen3-tied", "qwen35"])
