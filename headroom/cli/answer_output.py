@@ -104,6 +104,7 @@ class AnswerStats:
     first_token_s: float  # from the question to the first token
     decode_s: float  # from the first token to the last
     hit_rate: float | None  # share of picked experts in GPU memory; None: all are, or none exist
+    cached_tokens: int = 0  # of the prompt, which an earlier request had computed
 
     @classmethod
     def of(cls, last: "AnswerDelta | Completion") -> "AnswerStats":
@@ -112,6 +113,7 @@ class AnswerStats:
         rate = (timings.experts or {}).get("hit_rate")
         return cls(
             prompt_tokens=last.prompt_tokens,
+            cached_tokens=last.cached_tokens,
             generated_tokens=last.generated_tokens,
             thought_tokens=last.thought_tokens,
             first_token_s=timings.queue_s + timings.prefill_s,
@@ -128,7 +130,8 @@ class AnswerStats:
         """Return the figures as one line."""
         parts = [
             f"first token {shown_seconds(self.first_token_s)}",
-            f"prompt {self.prompt_tokens}",
+            f"prompt {self.prompt_tokens}"
+            + (f" ({self.cached_tokens} cached)" if self.cached_tokens else ""),
             f"answer {counted(self.generated_tokens, 'token')}",
         ]
         if self.tokens_per_s is not None:

@@ -291,10 +291,10 @@ class Chat:
         if not self.stats:
             raise OptionError("There is no answer yet.")
         self._say(f"last answer: {self.stats[-1].line()}")
-        prompts = sum(stats.prompt_tokens for stats in self.stats)
+        prompts = sum(stats.prompt_tokens - stats.cached_tokens for stats in self.stats)
         generated = sum(stats.generated_tokens for stats in self.stats)
         self._say(
-            f"this chat: {counted(len(self.stats), 'answer')}, {prompts} prompt tokens read, "
+            f"this chat: {counted(len(self.stats), 'answer')}, {prompts} prompt tokens computed, "
             f"{counted(generated, 'token')} generated"
         )
 

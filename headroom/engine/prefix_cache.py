@@ -272,6 +272,8 @@ class PrefixCache:
             node = self._pop_leaf()
             if node is not None:
                 self._drop_page(node)
+            elif (inner := self._oldest_unused()) is not None:
+                self._drop_below(inner)
             elif (oldest := self._least_wanted()) is not None:  # pages after full ones are left
                 self._drop_snapshot(oldest)
             else:
@@ -291,6 +293,25 @@ class PrefixCache:
                     if not self._pool.is_used(node.page):
                         self._offer(node)
         return None
+
+    def _oldest_unused(self) -> "_Page | None":
+        """Return the page that was not used for longest and that no sequence uses; None: none.
+
+        Pages after it may be in use: a sequence that has computed known tokens once more uses its
+        own pages for these, and the cache keeps the older ones.
+        """
+        unused = [
+            node
+            for root in self._roots.values()
+            for node in _below(root)
+            if not self._pool.is_used(node.page)
+        ]
+        return min(unused, key=lambda node: node.used, default=None)
+
+    def _drop_below(self, node: "_Page") -> None:
+        """Forget a page and all pages after it; sequences go on to use those that they use."""
+        for page in reversed([node, *_below(node)]):  # each after those that follow it
+            self._drop_page(page)
 
     def _drop_page(self, node: "_Page") -> None:
         for snapshot in list(node.snapshots.values()):

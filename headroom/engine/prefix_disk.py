@@ -81,6 +81,16 @@ class PrefixDisk:
         self.hits = 0
 
     @property
+    def files(self) -> int:
+        """The files that these caches can read."""
+        return self._folder.stored_files
+
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of all files in the folder."""
+        return self._folder.stored_bytes
+
+    @property
     def loading(self) -> bool:
         """Whether files are being read for requests that wait."""
         return bool(self._loads)

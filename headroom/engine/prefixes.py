@@ -31,6 +31,9 @@ class PrefixCounts:
     snapshots: int
     evicted_pages: int
     evicted_snapshots: int
+    files: int = 0  # that fit these caches
+    file_bytes: int = 0  # of all files in the folder
+    file_hits: int = 0  # requests whose prefix was read from a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ class Prefixes:
     @property
     def counts(self) -> PrefixCounts:
         """What the cache has done."""
-        cache = self._cache
+        cache, disk = self._cache, self._disk
         return PrefixCounts(
             cached_tokens=self._cached_tokens,
             hits=self._hits,
@@ -86,6 +89,9 @@ class Prefixes:
             snapshots=cache.snapshots,
             evicted_pages=cache.evicted_pages,
             evicted_snapshots=cache.evicted_snapshots,
+            files=0 if disk is None else disk.files,
+            file_bytes=0 if disk is None else disk.file_bytes,
+            file_hits=0 if disk is None else disk.hits,
         )
 
     def find(self, sequence: Sequence) -> None:

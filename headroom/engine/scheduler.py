@@ -34,8 +34,9 @@ class Scheduler:
         self._prefixes = prefixes  # None: every sequence begins with its first token
         self._state_slots = PagePool(limits.parallel)  # of recurrent states and window pages
         self.waiting: deque[Sequence] = deque()
-        # In order of arrival: sequences start in the order of `waiting`, and a preempted sequence,
-        # the newest that runs, goes back to the front of `waiting`.
+        # In the order in which they started. That is the order of `waiting`, but for sequences that
+        # wait for a prefix. A preempted sequence, the last one that started, goes back to the front
+        # of `waiting`.
         self.running: list[Sequence] = []
         self.preemptions = 0
 
@@ -86,20 +87,15 @@ class Scheduler:
         """Start the first waiting sequence if a state slot and enough pages are free."""
         if not self.waiting or len(self.running) >= self._limits.parallel:
             return None
-        sequence = self.waiting[0]
-        if sequence.awaited:  # it was preempted while its next token was being computed
+        sequence = self._first_ready()
+        if sequence is None:
             return None
-        if self._prefixes is not None:
-            self._prefixes.find(sequence)
-            if self._prefixes.waits(sequence, self.running):
-                self._prefixes.leave(sequence)
-                return None
         # Room for one token more than it has, so that its first decode step needs no new page.
         if self._pages_for(len(sequence.tokens) + 1) - len(sequence.pages) > self._pool.free:
             if self._prefixes is not None:
                 self._prefixes.leave(sequence)
             return None
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         sequence.state_slot = self._state_slots.take(1)[0]
         sequence.starting = True
         self.running.append(sequence)
@@ -107,6 +103,22 @@ class Scheduler:
         given = self._give_pages(sequence, rows)
         assert given
         return Turn(sequence, rows)
+
+    def _first_ready(self) -> Sequence | None:
+        """Return the first waiting sequence that can start now, with its known prefix.
+
+        Later sequences may pass one that waits for its prefix to be computed or read.
+        """
+        for sequence in self.waiting:
+            if sequence.awaited:  # it was preempted while its next token was being computed
+                return None
+            if self._prefixes is None:
+                return sequence
+            self._prefixes.find(sequence)
+            if not self._prefixes.waits(sequence, self.running):
+                return sequence
+            self._prefixes.leave(sequence)
+        return None
 
     def _prompt_rows(self, sequence: Sequence, most: int) -> int:
         """Return how many of its prompt's next rows a sequence computes in this step."""

@@ -62,6 +62,8 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
         "prefix_pages": ("Unused pages that keep prefixes for later", stats.prefixes.idle_pages),
         "prefix_snapshots": ("Snapshots of states and windows", stats.prefixes.snapshots),
+        "prefix_files": ("Files of prefixes that the model can read", stats.prefixes.files),
+        "prefix_file_bytes": ("Bytes of all files of prefixes", stats.prefixes.file_bytes),
     }
     counters: dict[str, tuple[str, float]] = {
         "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
@@ -71,6 +73,7 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "step_seconds": ("Seconds spent in steps", stats.step_s),
         "prompt_tokens_cached": ("Prompt tokens found in the cache", stats.prefixes.cached_tokens),
         "prefix_hits": ("Requests that began after a known prefix", stats.prefixes.hits),
+        "prefix_file_hits": ("Prefixes that were read from files", stats.prefixes.file_hits),
         "prefix_misses": ("Requests without a known prefix", stats.prefixes.misses),
         "prefix_pages_evicted": ("Pages of prefixes given up", stats.prefixes.evicted_pages),
         "prefix_snapshots_evicted": ("Snapshots given up", stats.prefixes.evicted_snapshots),

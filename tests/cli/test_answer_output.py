@@ -1,6 +1,7 @@
 """What is seen of an answer while it comes, and the line about what it took."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,14 @@ def stats(**more: Any) -> AnswerStats:
     timings = Timings(queue_s=0.25, prefill_s=0.5, decode_s=0.5, **more)
     last = AnswerDelta(finish_reason="stop", prompt_tokens=9, generated_tokens=5, timings=timings)
     return AnswerStats.of(last)
+
+
+def test_the_line_tells_how_much_of_the_prompt_was_cached() -> None:
+    assert (
+        replace(stats(), cached_tokens=6)
+        .line()
+        .startswith("first token 750 ms, prompt 9 (6 cached), answer 5 tokens")
+    )
 
 
 def test_the_rate_counts_from_the_first_token() -> None:

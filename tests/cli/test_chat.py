@@ -275,7 +275,7 @@ def test_stats_tell_of_the_last_answer_and_of_all(fake_llm: Any) -> None:
         .endswith(
             "last answer: first token 500 ms, prompt 7, answer 4 tokens, 8.0 tokens/s, "
             "expert hits 88 %\n"
-            "this chat: 2 answers, 10 prompt tokens read, 8 tokens generated\n"
+            "this chat: 2 answers, 10 prompt tokens computed, 8 tokens generated\n"
         )
     )
 

@@ -73,23 +73,24 @@ class Asker:
     """Asks an engine one request after the other."""
 
     def __init__(self, checkpoint: Checkpoint, **settings: Any) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
         options = Options(**(SETTINGS | settings))
         model = describe(checkpoint)
         plan = make_plan([model.shape], plan_devices(options), options)
         pipeline = start_pipeline(plan, model)
         files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
         self.engine = Engine(pipeline, plan.settings, queue=64, prefix_files=files)
-        self._count = 0
+        self.count = 0
 
     def submit(
         self, prompt: list[int], way: str = "greedy", key: str | None = "", **params: Any
     ) -> "queue.SimpleQueue[TokenEvent]":
         """Queue a request; return where its events come."""
-        self._count += 1
+        self.count += 1
         events: queue.SimpleQueue[TokenEvent] = queue.SimpleQueue()
         changed = {name: getattr(WAYS[way], name) for name in WAYS[way].__slots__} | params
         request = GenerationRequest(
-            id=str(self._count),
+            id=str(self.count),
             prompt=tuple(prompt),
             params=SamplingParams(**changed),
             stop_ids=frozenset(),
@@ -223,6 +224,32 @@ def test_prefixes_are_given_up_when_pages_run_short(asker: Asker) -> None:
     assert asker.engine.stats().cache_pages_used == 0
 
 
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35", "gemma4-31b"], indirect=True)
+@pytest.mark.parametrize(
+    "asker", [{"parallel": 1, "chunk": 512, "cache_tokens": 512, "context": 512}], indirect=True
+)
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_known_page_before_pages_in_use_is_given_up(asker: Asker, scores: bool) -> None:
+    first = words("a", 100)
+    asker.ask(first)  # keeps a page, and of a model with states a snapshot after it
+    prompt = first[:80] + words("b", 300)
+    found = asker.ask(prompt, max_tokens=120, prompt_logprobs=scores)  # needs all pages
+    assert found.tokens == asker.ask(prompt, key=None, max_tokens=120).tokens
+    assert asker.engine.stats().cache_pages_used == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_request_passes_one_that_waits_for_its_prefix(asker: Asker) -> None:
+    first = asker.submit(PROMPT * 3, max_tokens=1)  # 450 tokens, in chunks of 40
+    second = asker.submit(PROMPT * 3 + [9], max_tokens=1)
+    third = asker.submit(words("other", 10), max_tokens=1)
+    order = []
+    for name, events in (("third", third), ("first", first), ("second", second)):
+        order.append((name, events.get(timeout=60).timings))
+    times = {name: told.queue_s for name, told in order if told is not None}
+    assert times["third"] < times["second"]
+
+
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
 def test_keys_keep_prefixes_apart_and_none_keeps_nothing(asker: Asker) -> None:
     asker.ask(PROMPT, key=None)
@@ -264,7 +291,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
         yield found
 
 
-@pytest.mark.parametrize("checkpoint", ["qwen35moe", "gemma4-26b"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["qwen35", "gemma4-31b"], indirect=True)
 def test_a_gpu_saves_and_restores_its_part(checkpoint: Checkpoint, gpu: StandInGpu) -> None:
     asker = Asker(checkpoint, device="cuda:0,cpu", kernels="reference", chunk=80)
     cold = asker.ask(PROMPT, key=None, max_tokens=2)
@@ -295,3 +322,64 @@ def test_cuts_depend_on_the_tokens_before_them_alone() -> None:
         assert prompt_cuts(tokens[:length], 10, frozenset({end})) == [
             cut for cut in cuts if cut <= length
         ]
+
+
+def check_load(asker: Asker, requests: int, seed: str) -> None:
+    """Ask many requests that share beginnings, some of which are cancelled; compare each answer."""
+    random = Random(seed)
+    roots = [words(f"{seed} {i}", 200) for i in range(3)]
+    prompts: list[list[int]] = []
+    for number in range(requests):
+        root = random.choice([*roots, *prompts[-5:]])
+        kept = root[: random.randrange(len(root) // 3, len(root) + 1)]
+        new = words(f"{seed} new {number}", random.randrange(0, 60))
+        prompts.append((kept + new)[:400])
+    ways = [random.choice(list(WAYS)) for _ in prompts]
+    alone = Asker(asker.checkpoint, **asker.settings | {"no_prefix_cache": True, "cache_dir": None})
+    cold = [alone.ask(x, way).tokens for x, way in zip(prompts, ways, strict=True)]
+    alone.engine.close()
+    under_way: dict[int, queue.SimpleQueue[TokenEvent]] = {}
+    cancelled = set()
+
+    def end(number: int) -> None:
+        events = under_way.pop(number)
+        if number in cancelled:
+            while events.get(timeout=60).finish_reason is None:
+                pass
+            return
+        assert Heard(events).tokens == cold[number], (seed, number)
+
+    for number, (prompt, way) in enumerate(zip(prompts, ways, strict=True)):
+        under_way[number] = asker.submit(prompt, way, key=random.choice(["", "", "other", None]))
+        if random.random() < 0.15:
+            cancelled.add(number)
+            asker.engine.cancel(str(asker.count))
+        while len(under_way) > random.randrange(1, 9):
+            end(random.choice(list(under_way)))
+    for number in list(under_way):
+        end(number)
+    asker.engine.forget_prefixes().result(60)
+    stats = asker.engine.stats()
+    assert stats.prefixes.hits > requests // 10
+    asker.engine.close()
+    assert asker.engine.stats().cache_pages_used == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35", "gemma4-31b"], indirect=True)
+@pytest.mark.parametrize("asker", [{"parallel": 4, "cache_tokens": 768}], indirect=True)
+def test_answers_of_a_mixed_load_are_those_without_the_cache(asker: Asker) -> None:
+    check_load(asker, 60, "load")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("checkpoint", MODELS, indirect=True)
+@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+def test_answers_of_a_long_mixed_load_with_files(
+    checkpoint: Checkpoint, device: str, tmp_path: Path
+) -> None:
+    for number in range(3):
+        asker = Asker(
+            checkpoint, device=device, parallel=4, cache_tokens=768, cache_dir=str(tmp_path)
+        )
+        check_load(asker, 300, f"long {number}")
