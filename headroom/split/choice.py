@@ -2,8 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from types import MappingProxyType
 
 from headroom.errors import DeviceError, OptionError, PlanError
@@ -23,6 +24,7 @@ from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.options import Options
 from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan, make_plan
+from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
 from headroom.split.unused import without_gpu_options, without_plan_options
 from headroom.units import GIB, counted, gib, parse_size
@@ -34,6 +36,17 @@ NOT_NEEDED = frozenset({"runtime", "reserve"})
 NOTHING_LOADED: Mapping[str, int] = MappingProxyType({})  # no other model takes memory
 NOTHING_FREED: Mapping[str, int] = MappingProxyType({})  # no other model would be unloaded
 NOTICEABLE_BYTES = GIB  # of a GPU, held by other processes; an idle driver usually holds less
+MOST_COMBINED = 8  # GPUs, the fastest ones, of which every set is tried
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedModel:
+    """A model to plan, what is kept of its steps, and the memory that it may take."""
+
+    shape: ModelShape
+    left: Mapping[str, int] = field(default_factory=dict)  # as in `make_run_plan`
+    freed: Mapping[str, int] = field(default_factory=dict)
+    features: FeatureRequest | None = None
 
 
 def make_run_plan(
@@ -41,6 +54,7 @@ def make_run_plan(
     options: Options,
     left: Mapping[str, int] = NOTHING_LOADED,
     freed: Mapping[str, int] = NOTHING_FREED,
+    features: FeatureRequest | None = None,
 ) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
@@ -48,24 +62,24 @@ def make_run_plan(
     the CPU. If only an option keeps the model from a GPU, that option is reported; the CPU does not
     take over. `left` is the memory in bytes that other loaded models leave of a device, by its
     name. `freed` is what the plan may count on besides the memory that is free now: that of loaded
-    models which would be unloaded first.
+    models which would be unloaded first. `features` are the layers whose output rows are kept.
     """
     CODE.open(options.home_path)
-    options = without_plan_options(options)
+    options, model = without_plan_options(options), _PlannedModel(shape, left, freed, features)
     if options.device is not None:
-        devices = _devices(options, left, freed)
+        devices = _devices(options, model)
         check_devices(devices, options)
-        return _plan(shape, devices, options, freed)
+        return _plan(model, devices, options)
     if names := choose_gpus(options):
         try:
-            return _plan_on_gpus(shape, names, options, left, freed)
+            return _plan_on_gpus(model, names, options)
         except (PlanError, DeviceError) as error:
             on_gpus = replace(options, device=",".join(names))
-            if isinstance(error, PlanError) and _caused_by_options(shape, error, on_gpus):
+            if isinstance(error, PlanError) and _caused_by_options(model, error, on_gpus):
                 raise
             log.warning("device: cpu, not %s: %s", " and ".join(names), error.message)
     on_cpu = replace(options, device="cpu")
-    return _plan(shape, _devices(on_cpu, left, freed), on_cpu, freed)
+    return _plan(model, _devices(on_cpu, model), on_cpu)
 
 
 def named_devices(plan: Plan) -> str:
@@ -85,48 +99,95 @@ def make_worker_plan(shape: ModelShape, devices: Sequence[DeviceSpec], options: 
 
 
 def _plan_on_gpus(
-    shape: ModelShape,
+    model: _PlannedModel,
     names: Sequence[str],  # GPUs that may be used, the preferred one first
     options: Options,
-    left: Mapping[str, int],
-    freed: Mapping[str, int],
 ) -> Plan:
-    """Return a plan for as few GPUs as hold all weights, or for all of them if none do."""
-    fewer = ""
-    for count in range(1, len(names) + 1):
-        on_gpus = replace(options, device=",".join(names[:count]))
+    """Return a plan for as few GPUs as hold all weights, or for all of them if none do.
+
+    Single GPUs are tried first, then pairs, and so on; of equally many, the fastest.
+    """
+    whole = _devices(replace(options, device=",".join(names)), model)
+    gpus = {physical_name(x.name): x for x in whole if x.kind != "cpu"}
+    passed, tried = list[_PassedOver](), set[tuple[_Likeness, ...]]()
+    for chosen in _sets_of(names):
+        devices = [x for x in whole if x.kind == "cpu" or physical_name(x.name) in chosen]
+        on_gpus = replace(options, device=",".join(chosen))
+        room = sum(gpus[name].available_bytes for name in chosen)
+        last, alike = len(chosen) == len(names), tuple(_likeness(gpus[x]) for x in chosen)
+        if alike in tried and not last:
+            continue
+        tried.add(alike)
+        needed = _least_bytes(model.shape, on_gpus)
+        if room < needed and not last:
+            reason = f"{gib(needed)} of weights do not fit into {gib(room)}"
+            passed.append(_PassedOver(chosen, room, reason))
+            continue
         try:
-            plan = _plan(shape, _devices(on_gpus, left, freed), on_gpus, freed)
+            plan = _plan(model, devices, on_gpus)
         except (PlanError, DeviceError) as error:
-            if count == len(names):
+            if last:
                 raise
-            fewer = error.message
+            passed.append(_PassedOver(chosen, room, error.message))
             continue
         cold = plan.total_experts - plan.hot_experts
-        if count < len(names) and cold and options.expert_budget is None:
-            fewer = f"{cold} of {plan.total_experts} experts would be cold"
+        if not last and cold and options.expert_budget is None:
+            reason = f"{cold} of {plan.total_experts} experts would be cold"
+            passed.append(_PassedOver(chosen, room, reason))
             continue
-        if count > 1:
-            log.info(
-                "device: %s, since on %s: %s",
-                " and ".join(names[:count]),
-                " and ".join(names[: count - 1]),
-                fewer,
-            )
+        if passed:
+            roomiest = max(passed, key=lambda one: one.room_bytes)
+            others = " and ".join(roomiest.names)
+            log.info("device: %s, since on %s: %s", " and ".join(chosen), others, roomiest.reason)
         return plan
     raise AssertionError("the last plan is returned or raises")
 
 
-def _devices(
-    options: Options, left: Mapping[str, int], freed: Mapping[str, int]
-) -> list[DeviceSpec]:
+_Likeness = tuple[str, int, str, float, int]
+
+
+def _likeness(gpu: DeviceSpec) -> _Likeness:
+    """Return what a plan depends on; free memory counts in whole GiB."""
+    return gpu.kind, gpu.sm, gpu.gfx, gpu.bandwidth, gpu.available_bytes // GIB
+
+
+@dataclass(frozen=True, slots=True)
+class _PassedOver:
+    """GPUs that do not hold a model."""
+
+    names: tuple[str, ...]
+    room_bytes: int  # of their free memory
+    reason: str
+
+
+def _sets_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the sets of GPUs that are worth a plan, small ones first, and last all of them.
+
+    Sets are drawn from the fastest GPUs, as many GPUs have too many sets.
+    """
+    for count in range(1, len(names)):
+        yield from combinations(names[: max(MOST_COMBINED, count)], count)
+    yield tuple(names)
+
+
+def _least_bytes(shape: ModelShape, options: Options) -> int:
+    """Return bytes of weights that must lie on GPUs if they hold a model, whatever else does.
+
+    Host memory can hold tables that are only looked up, and the experts beyond a budget.
+    """
+    held = min(shape.weight_bytes, shape.in_tiles().weight_bytes)
+    held -= shape.lookup_bytes + (0 if shape.tied else shape.embed_bytes)
+    return held - (0 if options.expert_budget is None else shape.expert_bytes)
+
+
+def _devices(options: Options, model: _PlannedModel) -> list[DeviceSpec]:
     """Return the devices that the options name, with the memory that a plan may count on."""
-    more = _with_host(freed)
+    more = _with_host(model.freed)
     devices = [
         replace(x, available_bytes=min(x.total_bytes, x.available_bytes + more.get(x.name, 0)))
         for x in plan_devices(options)
     ]
-    return reduce_memory(devices, left)
+    return reduce_memory(devices, model.left)
 
 
 def _with_host(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -150,7 +211,7 @@ def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
     names = [name.strip() for name in (options.device or "cpu").split(",")]
     if all(name == "cpu" or is_local(name) for name in names):
         return make_run_plan(shape, options)
-    return _checked_plan(shape, plan_devices(options), options)
+    return _checked_plan(_PlannedModel(shape), plan_devices(options), options)
 
 
 def choose_gpus(options: Options) -> list[str]:
@@ -217,20 +278,15 @@ def _facts(device: DeviceSpec) -> GpuFacts:
     return GpuFacts(name=device.name, sm=device.sm, gfx=device.gfx, total_bytes=total)
 
 
-def _plan(
-    shape: ModelShape,
-    devices: list[DeviceSpec],
-    options: Options,
-    freed: Mapping[str, int] = NOTHING_FREED,
-) -> Plan:
+def _plan(model: _PlannedModel, devices: list[DeviceSpec], options: Options) -> Plan:
     try:
-        plan = _checked_plan(shape, devices, options)
+        plan = _checked_plan(model, devices, options)
     except PlanError as error:
-        if (told := _blame(shape, devices, options)) is None:
+        if (told := _blame(model, devices, options)) is None:
             raise
         message, hint = f"{error.message} {told.message}", f"{told.hint} {error.hint}"
         raise PlanError(message, hint=hint, param=error.param) from error
-    _check_free_memory(plan, freed)
+    _check_free_memory(plan, model.freed)
     return plan
 
 
@@ -251,15 +307,15 @@ def _check_free_memory(plan: Plan, freed: Mapping[str, int]) -> None:
             raise DeviceError(refusal.message, hint=refusal.hint, param="device")
 
 
-def _checked_plan(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Plan:
-    plan = make_plan([shape], devices, options)
+def _checked_plan(model: _PlannedModel, devices: list[DeviceSpec], options: Options) -> Plan:
+    plan = make_plan([model.shape], devices, options, model.features)
     for device in plan.devices:
         if device.hot_experts < device.total_experts:
             _check_cold(device, options)
     return plan
 
 
-def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Refusal | None:
+def _blame(model: _PlannedModel, devices: list[DeviceSpec], options: Options) -> Refusal | None:
     """Return an error that names the processes without which the plan would fit; else None."""
     gpus = [device for device in devices if device.kind != "cpu"]
     held = {gpu.name: gpu.total_bytes - gpu.available_bytes for gpu in gpus}
@@ -270,20 +326,20 @@ def _blame(shape: ModelShape, devices: list[DeviceSpec], options: Options) -> Re
         for device in devices
     ]
     try:
-        _checked_plan(shape, freed, options)
+        _checked_plan(model, freed, options)
     except PlanError:
         return None
     name = max(held, key=lambda name: held[name])
     return held_by_others(name, held[name], gpu_holders(physical_name(name)))
 
 
-def _caused_by_options(shape: ModelShape, error: PlanError, options: Options) -> bool:
+def _caused_by_options(model: _PlannedModel, error: PlanError, options: Options) -> bool:
     """Return whether the model would fit the GPU without the options about its memory."""
     if error.param is not None:
         return True
     plain = without_gpu_options(options)
     try:
-        _checked_plan(shape, plan_devices(plain), plain)
+        _checked_plan(model, plan_devices(plain), plain)
     except PlanError:
         return False
     return True

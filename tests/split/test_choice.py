@@ -116,6 +116,54 @@ def test_without_a_name_the_gpu_with_most_free_memory_is_taken(
     assert "device: cuda:1, sm_90, 100.00 GiB of 141.00 GiB free" in caplog.text
 
 
+def test_as_few_gpus_as_hold_the_model_are_taken_the_fastest_first(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    fast = [replace(gpu(f"cuda:{at}", 12 * GIB), bandwidth=8e12) for at in (0, 1)]
+    # A slower card holds the model by itself.
+    machine.gpus = [*fast, gpu("cuda:2", 100 * GIB)]
+    machine.torch = replace(TORCH, count=3)
+    with caplog.at_level(logging.INFO):
+        plan = choice.make_run_plan(MODEL, machine.options())
+    assert [x.name for x in plan.devices] == ["cuda:2"]
+    assert "device: cuda:2, since on cuda:0: " in caplog.text
+    assert "GiB of weights do not fit into 12.00 GiB" in caplog.text
+    # No single card does: the pair with the faster one, although the slower two would do, too.
+    machine.gpus = [fast[0], gpu("cuda:1", 13 * GIB), gpu("cuda:2", 13 * GIB)]
+    machine.free = 13 * GIB
+    plan = choice.make_run_plan(MODEL, machine.options())
+    assert [x.name for x in plan.devices] == ["cuda:0", "cuda:1"]
+
+
+def test_all_gpus_are_taken_where_none_hold_every_expert(machine: Machine) -> None:
+    machine.gpus = [gpu(f"cuda:{at}", 8 * GIB) for at in range(2)]
+    machine.free = 8 * GIB
+    plan = choice.make_run_plan(EXPERTS, machine.options())
+    assert [x.name for x in plan.devices] == ["cuda:0", "cuda:1"]
+    assert 0 < plan.hot_experts < plan.total_experts
+
+
+def test_sets_of_equal_gpus_are_planned_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.gpus = [gpu(f"cuda:{at}", 3 * GIB) for at in range(12)]
+    machine.torch = replace(TORCH, count=12)
+    machine.free = 3 * GIB
+    made, make = [], choice.make_plan
+
+    def counting(*args: Any) -> Any:
+        made.append(args)
+        return make(*args)
+
+    monkeypatch.setattr(choice, "make_plan", counting)
+    plan = choice.make_run_plan(MODEL, machine.options(context=512))
+    used = [x.name for x in plan.devices]
+    assert used == [f"cuda:{at}" for at in range(len(used))]
+    assert 6 <= len(used) <= 12  # 15.4 GiB of weights
+    # Of 4095 sets: one for each count of GPUs, and who holds their memory where a plan fails.
+    assert len(made) <= 2 * len(machine.gpus)
+
+
 def test_without_a_usable_gpu_the_cpu_is_taken_and_told_why(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
