@@ -38,6 +38,7 @@ from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import ModelDescription, describe
 from headroom.plan.plan import Plan
+from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.choice import NOTHING_LOADED, make_run_plan, make_worker_plan
@@ -88,12 +89,19 @@ def open_engine(
     measuring: bool = False,  # a benchmark: routing statistics are not saved, experts stay in place
     memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside other loaded models
     tap: RouterTap | None = None,  # records or replaces the picks of all routers
+    features: FeatureRequest | None = None,  # layers whose output rows are kept of every step
 ) -> "OpenedModel":
     """Plan and load a described checkpoint, and return it with an engine that takes requests."""
     started = time.perf_counter()
     if tap is not None and options.workers is not None:
         raise OptionError(
             "Worker processes do not record or replace the picks of routers.",
+            hint="Leave out --workers (or HEADROOM_WORKERS).",
+            param="workers",
+        )
+    if features is not None and options.workers is not None:
+        raise OptionError(
+            "Worker processes do not keep the features of layers.",
             hint="Leave out --workers (or HEADROOM_WORKERS).",
             param="workers",
         )
@@ -104,7 +112,8 @@ def open_engine(
     workers = start_workers(options, len(model.shape.layers), progress)
     with end_on_error(workers):
         if workers is None:
-            plan = make_run_plan(model.shape, options, memory_left)  # where every byte goes
+            # where every byte goes
+            plan = make_run_plan(model.shape, options, memory_left, features=features)
         else:
             plan = make_worker_plan(model.shape, workers.devices, options)
         _log_plan(plan)

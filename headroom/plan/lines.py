@@ -16,7 +16,7 @@ from headroom.machine.calibration import (
 )
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import inputs_bytes, library_bytes
-from headroom.plan.settings import PlanRequest, PlanSettings, pages_for
+from headroom.plan.settings import FeatureRequest, PlanRequest, PlanSettings, pages_for
 from headroom.plan.shape import F32_BYTES, NO_PADDING, LayerRange, LayerShape, ModelShape
 from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, counted, gib
@@ -229,6 +229,16 @@ def feature_ring_bytes(rows: int, width: int, feature_type: str) -> int:
     return checked_row_bytes(feature_type, width, "A feature row") * rows
 
 
+def features_line(
+    model: ModelShape, layer_range: LayerRange, settings: PlanSettings, request: FeatureRequest
+) -> Line:
+    """Return the line of the output rows that are kept of some layers of a stage."""
+    rows, count = settings.stream_rows, len(request.within(layer_range))
+    size = count * feature_ring_bytes(rows, model.hidden, request.type)
+    why = f"{counted(count, 'layer')} x {counted(rows, 'row')} x {model.hidden} values"
+    return Line("features", size, f"{why}, {request.type}")
+
+
 def layer_bytes(layer: LayerShape, settings: PlanSettings) -> int:
     """Return the bytes of one layer: weights, KV pages and recurrent state; no routed experts."""
     return (
@@ -274,6 +284,8 @@ def stage_lines(
         staging_line(model, layer_range, settings),
         workspace_line(model, layers, device, settings, request),
     ]
+    if request.features is not None and request.features.within(layer_range):
+        lines.append(features_line(model, layer_range, settings, request.features))
     if device.holds_all and settings.snapshots:
         lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
     if request.draft is not None:

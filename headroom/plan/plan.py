@@ -11,14 +11,21 @@ from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
-from headroom.options import Options
+from headroom.options import FEATURE_TYPES, Options
 from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
 from headroom.plan.lines import core_bytes, embed_bytes, head_bytes, snapshot_bytes
 from headroom.plan.predict import Prediction, predict
-from headroom.plan.settings import PAGE_SIZE, PlanRequest, PlanSettings, PlanStage, held_shape
+from headroom.plan.settings import (
+    PAGE_SIZE,
+    FeatureRequest,
+    PlanRequest,
+    PlanSettings,
+    PlanStage,
+    held_shape,
+)
 from headroom.plan.shape import F32_BYTES, ModelShape
 from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
@@ -270,7 +277,10 @@ def _kernels(device: DeviceSpec, options: Options) -> str:
 
 
 def make_plan(
-    shapes: Sequence[ModelShape], devices: Sequence[DeviceSpec], options: Options
+    shapes: Sequence[ModelShape],
+    devices: Sequence[DeviceSpec],
+    options: Options,
+    features: FeatureRequest | None = None,  # layers whose output rows are kept of every step
 ) -> Plan:
     """Return the best plan that fits, or raise an error that says what would fit."""
     if options.dtype == "int8" and options.weights == "unpacked":
@@ -294,7 +304,9 @@ def make_plan(
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     kinds = tuple(StageKind.of(device, model, options) for device in stages)
-    request = _request(kinds[0].model, draft, devices, options)
+    if features is not None:
+        _check_features(features, len(model.layers))
+    request = replace(_request(kinds[0].model, draft, devices, options), features=features)
     problem = PlanProblem(kinds, tuple(devices), options, common_precision(stages), request)
     if problem.request.expert_bytes is not None and any(not device.holds_all for device in stages):
         check_expert_budget(problem.model.layers, problem.request.expert_bytes)
@@ -311,6 +323,21 @@ def make_plan(
     plan = _plan(problem, problem.stages(chosen, weights))
     _check_cold(plan, options)
     return _with_cache(problem, plan)
+
+
+def _check_features(features: FeatureRequest, layers: int) -> None:
+    """Refuse layers that the model does not have, and types that cannot hold their rows."""
+    wanted = features.layers
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(layers)):
+        raise PlanError(
+            f"Features of the layers {', '.join(map(str, wanted)) or 'none'} were asked for.",
+            hint=f"Name each layer once, by its number from 0 to {layers - 1}.",
+        )
+    if features.type not in FEATURE_TYPES:
+        raise PlanError(
+            f"Features cannot be kept in {features.type}.",
+            hint=f"Choose from {', '.join(FEATURE_TYPES)}.",
+        )
 
 
 def _with_cache(problem: PlanProblem, plan: Plan) -> Plan:

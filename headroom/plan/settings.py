@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.device_scratch import NARROW_TYPES
-from headroom.plan.shape import ModelShape
+from headroom.plan.shape import LayerRange, ModelShape
 
 PAGE_SIZE = 64  # tokens per page of the KV cache
 
@@ -100,6 +100,18 @@ class PlanStage:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureRequest:
+    """Which layers' output rows are kept of every step, and in which type."""
+
+    layers: tuple[int, ...]  # numbers in the model, in the order in which they are read
+    type: str = "f32"  # f32, f16, bf16 or q8_0
+
+    def within(self, layers: LayerRange) -> tuple[int, ...]:
+        """Return those of the layers that lie in a range."""
+        return tuple(layer for layer in self.layers if layers.first <= layer <= layers.last)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanRequest:
     """What a user asks of a plan in addition to the engine's settings."""
 
@@ -108,6 +120,7 @@ class PlanRequest:
     published_activation: bool = False  # take the published formula for the workspace
     draft: ModelShape | None = None
     feature_type: str = "f32"  # of the features that a draft reads
+    features: FeatureRequest | None = None  # None: no layer's output rows are kept
     snapshot_bytes: int = 0  # most host memory for snapshots
     most_snapshots: int = 0
 

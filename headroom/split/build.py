@@ -48,6 +48,7 @@ from headroom.layers.cuda_block import (
     fits_cuda,
 )
 from headroom.layers.delta_net import DeltaNet
+from headroom.layers.features import StageFeatures
 from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
 from headroom.layers.native_block import NativeBlock, refuses_native_block
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs, PerLayerPart
@@ -161,7 +162,19 @@ class _StageBuilder:
             tap=self._tap,
             cold_experts=self._cold_experts,
             caches=caches,
+            features=self._open_features(),
         )
+
+    def _open_features(self) -> StageFeatures | None:
+        """Return memory for the output rows of some layers; None if none of them is here."""
+        request, device = self._plan.problem.request.features, self._device
+        own = () if request is None else request.within(device.layers)
+        if request is None or not own:
+            return None
+        rows, hidden = self._settings.stream_rows, self._config.hidden
+        features = StageFeatures(own, request.type, rows, hidden, torch_name(device.name))
+        self._source.count("features", features.nbytes)
+        return features
 
     def _open_caches(self) -> StageCaches:
         """Return the caches of all layers, with memory for snapshots if those need any."""

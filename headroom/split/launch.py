@@ -21,6 +21,7 @@ from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
+from headroom.layers.features import ModelFeatures
 from headroom.machine.devices import physical_name, torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import out_of_memory
@@ -87,6 +88,8 @@ def start_pipeline(
     kept_logits = torch.empty(settings.snapshots, model.config.vocab)
     if settings.snapshots:
         _counter_of(devices[-1], memory, told)("snapshots", kept_logits.nbytes)
+    request = plan.problem.request.features
+    kept = [part.features for part in loaded if part.features is not None]
     colds = [part.cold_experts for part in loaded if part.cold_experts is not None]
     return Pipeline(
         stages,
@@ -98,6 +101,7 @@ def start_pipeline(
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
         kept_logits=kept_logits,
+        features=None if request is None else ModelFeatures(request, kept),
     )
 
 

@@ -15,6 +15,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.block import Block
 from headroom.layers.cache import StageCaches
 from headroom.layers.cuda_block import CudaBlock
+from headroom.layers.features import StageFeatures
 from headroom.layers.modules import Embedding, Head
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs
 from headroom.layers.step_timing import begin_step
@@ -51,9 +52,14 @@ class Model:
         tap: StageTap | None = None,
         cold_experts: ColdExperts | None = None,
         caches: StageCaches | None = None,
+        features: StageFeatures | None = None,
     ) -> None:
         self._embedding = embedding
-        self._blocks = blocks
+        self._blocks = self._layers = blocks
+        self.features = features  # the output rows of some layers; None: nobody asked for any
+        if features is not None:
+            first = next_layer - len(blocks)
+            self._layers = [features.keeping(first + at, x) for at, x in enumerate(blocks)]
         self._head = head
         self._workspace = workspace
         self._next_layer = next_layer
@@ -100,8 +106,8 @@ class Model:
             self.tap.begin_step(batch)
         x = self._first_rows(batch)
         with self._workspace.lend():
-            for block in self._blocks:
-                x = block(x, batch)
+            for layer in self._layers:
+                x = layer(x, batch)
         if self._workspace.handed is not None:
             self._workspace.handed[: len(x)].copy_(x)
         if self.cold_experts is not None and is_decode(len(x)):

@@ -15,6 +15,7 @@ from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.cache import CacheFiles
 from headroom.layers.draws import Draw
+from headroom.layers.features import ModelFeatures
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
 from headroom.split.stage import Stage, StepResult
@@ -100,12 +101,14 @@ class Pipeline:
         depth: int = 1,
         restarter: Restarter | None = None,
         kept_logits: torch.Tensor | None = None,
+        features: ModelFeatures | None = None,
     ) -> None:
         self._stages = tuple(stages)
         self.depth = depth  # steps among which sequences are shared, because stages work at once
         self.vocab = vocab
         # float32 [snapshots, vocabulary]: the logits after the last token of each snapshot.
         self.kept_logits = torch.empty(0, vocab) if kept_logits is None else kept_logits
+        self.features = features  # output rows of some layers; None: nobody asked for any
         self.restarter = restarter  # None: what is lost stays lost
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none

@@ -367,6 +367,15 @@ def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     yield Term((Factor(rows, "row"), Factor(line.bytes // rows, "byte")), note=line.why)
 
 
+def _features(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    request, rows = plan.problem.request.features, place.settings.stream_rows
+    assert request is not None
+    assert place.layer_range is not None
+    layers = Factor(len(request.within(place.layer_range)), "layer")
+    row = BY_NAME[request.type].bytes_for(place.model.hidden)
+    yield Term((layers, Factor(rows, "row"), Factor(row, "byte")))
+
+
 def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     count = place.settings.snapshots
     yield Term((Factor(count, "snapshot"), Factor(line.bytes // count, "byte")), note=line.why)
@@ -408,6 +417,7 @@ TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
     "logits": _logits,
     "draft_weights": _draft_weights,
     "draft_kv": _draft_kv,
+    "features": _features,
     "feature_ring": _feature_ring,
     "snapshots": _snapshots,
     "graphs": _graphs,

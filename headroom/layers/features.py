@@ -1,0 +1,108 @@
+"""Features: the residual stream after some layers, which a draft model reads of every step.
+
+What is kept is planned and allocated before the first step, at fixed addresses, so that a captured
+step contains the copies. Without a `FeatureRequest` nothing here is used.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from headroom.formats.quants import BY_NAME
+from headroom.kernels.reference.dequant import dequantise
+from headroom.kernels.reference.quantise import quantise
+from headroom.kernels.weight import PLAIN_TYPES
+from headroom.layers.batch import Batch
+from headroom.layers.block import Block
+from headroom.plan.settings import FeatureRequest
+
+# Rows that are quantised at a time: what that takes besides is then as little as in a decode step.
+QUANTISED_ROWS = 32
+
+
+class StageFeatures:
+    """The output rows of those layers of one stage that a caller asked for; of the last step."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],  # numbers in the model
+        kind: str,  # type of the kept values: f32, f16, bf16 or q8_0
+        rows: int,  # most rows of a step, with padding
+        hidden: int,
+        device: str,  # torch's name
+    ) -> None:
+        self.layers, self.hidden = tuple(layers), hidden
+        self._quant, self._plain = BY_NAME[kind], kind in PLAIN_TYPES
+        width = hidden if self._plain else self._quant.bytes_for(hidden)
+        dtype = PLAIN_TYPES.get(kind, torch.uint8)
+        # [rows, layers, hidden], or for q8_0 uint8 [rows, layers, bytes]
+        self._kept = torch.zeros(rows, len(self.layers), width, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the buffer."""
+        return self._kept.nbytes
+
+    def keeping(self, layer: int, block: Block) -> Block:
+        """Return a layer that also keeps its output rows, if it is one of those asked for."""
+        if layer not in self.layers:
+            return block
+        place = self._kept[:, self.layers.index(layer)]
+        return _KeepingBlock(block, lambda x: self._keep(x, place))
+
+    def stored(self, layer: int, rows: int) -> torch.Tensor:
+        """Return the first rows of a layer as they are kept: floats, or bytes of q8_0 blocks."""
+        return self._kept[:rows, self.layers.index(layer)]
+
+    def read(self, layer: int, rows: int) -> torch.Tensor:
+        """Return the first rows of a layer as float32 `[rows, hidden]` on the stage's device."""
+        stored = self.stored(layer, rows)
+        return stored.float() if self._plain else dequantise(stored, self._quant, self.hidden)
+
+    def _keep(self, x: torch.Tensor, place: torch.Tensor) -> None:
+        if self._plain:
+            place[: len(x)].copy_(x)
+            return
+        for first in range(0, len(x), QUANTISED_ROWS):
+            part = x[first : first + QUANTISED_ROWS]
+            place[first : first + len(part)].copy_(quantise(part, self._quant))
+
+
+class _KeepingBlock:
+    """A layer whose output rows are kept."""
+
+    def __init__(self, block: Block, keep: Callable[[torch.Tensor], None]) -> None:
+        self._block, self._keep = block, keep
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        x = self._block(x, batch)
+        self._keep(x)
+        return x
+
+
+class ModelFeatures:
+    """The features of a whole model, on whichever stages its layers lie.
+
+    They are those of the last step that was launched, row by row as in its batch, and stay valid
+    until the next step is launched. Work that reads them must be launched before that.
+    """
+
+    def __init__(self, request: FeatureRequest, stages: Sequence[StageFeatures]) -> None:
+        self.request = request
+        self._stage_of = {layer: stage for stage in stages for layer in stage.layers}
+
+    def stored(self, layer: int, rows: int) -> torch.Tensor:
+        """Return the first rows of a layer in the type that was asked for, on its stage's device.
+
+        Rows of q8_0 are bytes: blocks of 34 bytes for 32 values.
+        """
+        return self._stage_of[layer].stored(layer, rows)
+
+    def read(self, rows: int, device: str) -> torch.Tensor:
+        """Return the first rows of all layers as float32 `[rows, layers, hidden]` on a device.
+
+        The layers have the order of the request. A copy to the host waits for the step.
+        """
+        found = [self._stage_of[layer].read(layer, rows) for layer in self.request.layers]
+        return torch.stack([part.to(device) for part in found], dim=1)
