@@ -158,12 +158,20 @@ def snapshot_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
 
 
 def snapshots_bytes(model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> int:
-    """Return the bytes of all snapshots of a stage; the last stage also keeps a row of logits."""
+    """Return the bytes of all snapshots of a stage, with their logits at the last stage.
+
+    The engine's process keeps the logits, so that they are no part of a worker's memory.
+    """
     first, last = layer_range
-    each = snapshot_bytes(model.layers[first : last + 1], settings)
-    if StagePlace.of(layer_range, len(model.layers)).ends:
-        each += model.vocab * F32_BYTES
-    return settings.snapshots * each
+    size = settings.snapshots * snapshot_bytes(model.layers[first : last + 1], settings)
+    if StagePlace.of(layer_range, len(model.layers)).ends and not settings.worker:
+        size += kept_logits_bytes(model, settings)
+    return size
+
+
+def kept_logits_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of the logits after the last token of each snapshot, in f32."""
+    return settings.snapshots * model.vocab * F32_BYTES
 
 
 def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:

@@ -35,6 +35,7 @@ from headroom.layers.draws import Draw, TokenMask
 from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.options import Options, child_environment
 from headroom.plan.describe import ModelDescription
+from headroom.plan.lines import kept_logits_bytes
 from headroom.plan.plan import Plan
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.model import HandedRows
@@ -876,6 +877,12 @@ def open_worker_pipeline(
         device.name: StageMemory(report.planned, Counter(report.allocated))
         for device, report in zip(plan.devices, reports, strict=True)
     }
+    kept_logits = torch.empty(plan.settings.snapshots, model.config.vocab)
+    if plan.settings.snapshots:
+        planned = kept_logits_bytes(model.shape, plan.settings)
+        memory["engine"] = StageMemory(
+            {"snapshots": planned}, Counter({"snapshots": kept_logits.nbytes})
+        )
     needs_snapshots = any(layer.kind != "full" for layer in model.shape.layers)
     chain = WorkerChain(workers, plan.devices[0].name, needs_snapshots=needs_snapshots)
     return Pipeline(
@@ -892,7 +899,7 @@ def open_worker_pipeline(
         # worker has another to compute.
         depth=workers.count + 1 if workers.count > 1 else 1,
         restarter=ChainRestarter(workers, options),
-        kept_logits=torch.empty(plan.settings.snapshots, model.config.vocab),
+        kept_logits=kept_logits,
     )
 
 
