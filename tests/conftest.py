@@ -71,6 +71,16 @@ def _no_aliases_by_chance(
 
 
 @pytest.fixture(autouse=True)
+def _no_models_by_chance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Let no test find the models that other programs have on this machine."""
+    none = tmp_path_factory.getbasetemp() / "none"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(none))
+    monkeypatch.setattr("headroom.formats.other_stores.user_home", lambda: none)
+
+
+@pytest.fixture(autouse=True)
 def _no_gpu_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests run on the CPU unless they name a device, whatever machine they run on."""
     monkeypatch.setattr("headroom.split.choice.detect_gpus", list)

@@ -117,10 +117,13 @@ def _options(ctx: click.Context) -> Options:
 
 
 def _pulled(options: Options, *, all_of_them: bool = False) -> Iterator[str]:
-    from headroom.formats.pulled import stored_models  # imports numpy; --help must not wait for it
+    # Imports numpy; --help must not wait for it.
+    from headroom.formats.pulled import other_models, stored_models
 
     try:
         found = stored_models(options.home_path)
+        if not all_of_them:
+            found += other_models()
     except (HeadroomError, OSError):
         return
     yield from (model.name for model in found if model.complete or all_of_them)

@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from headroom.errors import FormatError, HeadroomError
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.aliases import usable_aliases
 from headroom.formats.facts import ModelFacts, model_facts
-from headroom.formats.pulled import StoredModel, stored_file, stored_models
+from headroom.formats.pulled import StoredModel, other_models, stored_file, stored_models
 from headroom.options import Options
 from headroom.units import gib
 
@@ -29,8 +30,8 @@ class ListedModel:
 
 
 def library(options: Options) -> list[ListedModel]:
-    """Return the models in the home folder, then those elsewhere that have an alias."""
-    found = stored_models(options.home_path)
+    """Return the models in the home folder, those of other programs, and others with an alias."""
+    found = [*stored_models(options.home_path), *other_models()]
     names = alias_paths(options)
     there = {model.path.absolute() for model in found}
     for path in dict.fromkeys(names.values()):
@@ -75,6 +76,7 @@ def listed_json(listed: ListedModel) -> dict[str, Any]:
         "parameters": facts.parameters if facts else None,
         "context": (facts.trained_context or None) if facts else None,
         "modified": time_text(facts.changed) if facts else None,
+        "owner": listed.stored.owner or None,
         "error": listed.error or None,
     }
 
@@ -93,11 +95,13 @@ def library_table(found: Sequence[ListedModel]) -> Table:
         name = listed.stored.name
         if listed.aliases:
             name = f"{name} ({', '.join(listed.aliases)})"
+        if listed.stored.owner:
+            name = f"{name} [{listed.stored.owner}]"
         cells = ["-", "-", "-", "cannot be read" if listed.stored.complete else "incomplete"]
         if facts is not None:
             context = f"{facts.trained_context:,}" if facts.trained_context else "-"
             cells = [facts.quant, facts.architecture, context, time_text(facts.changed)[:10]]
-        table.add_row(name, gib(listed.stored.size_bytes), *cells)
+        table.add_row(escape(name), gib(listed.stored.size_bytes), *cells)
     return table
 
 

@@ -14,7 +14,7 @@ def list(
     options: Options,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """List the models on this machine: those in the home folder, and those that have an alias."""
+    """List the models on this machine: of the home folder, of other programs, and with an alias."""
     # Readers of files import numpy; --help must not wait for it.
     from headroom.cli.library import library, library_table, listed_json, problems
 

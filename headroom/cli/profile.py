@@ -127,7 +127,7 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
             try:
                 check_replaceable(path, "routing statistics", param, model.files)
             except OptionError as error:
-                if len(paths) > 1:  # the user did not name the file
+                if out is None and named is None:  # the user did not name the file
                     error.hint = f"Delete {path}, or name another file with --out."
                 raise
             return path

@@ -49,6 +49,7 @@ def remove(name: str, options: Options, *, yes: bool, outside: bool) -> None:
     # Readers of files import numpy; --help must not wait for it.
     from headroom.cli.library import alias_paths
     from headroom.families.files import find_weights
+    from headroom.formats.other_stores import owner_of
     from headroom.formats.pulled import (
         is_inside,
         remove_model,
@@ -71,6 +72,12 @@ def remove(name: str, options: Options, *, yes: bool, outside: bool) -> None:
             ) from error
         same = (model for model in stored if model.path.absolute() == path.absolute())
         model = next(same, None) or stored_file(path)
+    if owner := owner_of(model.path):
+        raise OptionError(
+            f"{model.name} belongs to {owner}: nothing was deleted.",
+            hint=f"Delete it with {owner}'s own command.",
+            param="models",
+        )
     where = model.path.absolute()
     others = [x for x, path in alias_paths(options).items() if path == where and x != alias]
     if others and alias is not None:

@@ -20,6 +20,7 @@ from headroom.errors import FormatError, OptionError
 from headroom.experts.placement import RECORDS_VERSION, LayerExperts, check_counts, read_table
 from headroom.formats.atomic import replace_text
 from headroom.formats.json_files import check_folder
+from headroom.formats.other_stores import owner_of
 from headroom.options import OFF
 from headroom.plan.shape import ModelShape
 
@@ -208,10 +209,10 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
         return StatsFile(None, empty)
     if wanted is not None:
         return _named(Path(wanted).expanduser(), model, empty)
-    next_to_model, at_home = default_paths(model, home)
-    save_to = next((path for path in (next_to_model, at_home) if writable(path)), None)
+    paths = default_paths(model, home)
+    save_to = next((path for path in paths if writable(path)), None)
     read, broken = [], []
-    for path in (next_to_model, at_home):
+    for path in paths:
         try:
             if path.is_file():
                 read.append(_ReadHistory(load_history(path, model.identity, model.layers), path))
@@ -227,10 +228,15 @@ def open_stats(wanted: str | None, model: StatsModel, home: Path, now: float) ->
     return StatsFile(save_to, history, tuple(broken))
 
 
-def default_paths(model: StatsModel, home: Path) -> tuple[Path, Path]:
-    """Return the two places to look for statistics: beside the model, and in the home folder."""
-    next_to_model = model.path.with_name(model.path.name + SUFFIX)
-    return next_to_model, home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
+def default_paths(model: StatsModel, home: Path) -> tuple[Path, ...]:
+    """Return where to look for statistics: beside the model, and in the home folder.
+
+    Nothing is written into the folders of other programs.
+    """
+    at_home = home / "routing" / f"{model.path.stem}-{model.identity}{SUFFIX}"
+    if owner_of(model.path):
+        return (at_home,)
+    return model.path.with_name(model.path.name + SUFFIX), at_home
 
 
 def _named(path: Path, model: StatsModel, empty: RoutingHistory) -> StatsFile:

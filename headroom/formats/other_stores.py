@@ -16,7 +16,7 @@ OLLAMA = "ollama:"  # what the name of one of ollama's models begins with
 _WEIGHTS = "application/vnd.ollama.image.model"  # ollama's type of a GGUF file
 _REGISTRY = "registry.ollama.ai"
 _LIBRARY = "library"  # whose models ollama names without an owner
-_LEAST_NAMES = 3  # registry, owner and model before a tag
+_LEAST_NAMES = 2  # a manifest's folders: at least a registry and a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def ollama_models() -> Iterator[OtherFile]:
     for root in _ollama():
         for manifest in sorted((root / "manifests").rglob("*")):
             names = manifest.relative_to(root / "manifests").parts
-            if len(names) <= _LEAST_NAMES - 1 or not manifest.is_file():
+            if len(names) <= _LEAST_NAMES or not manifest.is_file():
                 continue
             if (path := _ollama_weights(manifest, root)) is None:
                 continue
@@ -128,10 +128,15 @@ def _folders(root: Path, pattern: str) -> list[Path]:
         return []
 
 
+def user_home() -> Path:
+    """Return the folder below which other programs keep a user's models."""
+    return Path.home()
+
+
 def _lm_studio() -> list[Path]:
-    return [Path.home() / ".lmstudio/models", Path.home() / ".cache/lm-studio/models"]
+    return [user_home() / ".lmstudio/models", user_home() / ".cache/lm-studio/models"]
 
 
 def _ollama() -> list[Path]:
     # The second folder is that of the service which ollama's installer sets up on Linux.
-    return [Path.home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]
+    return [user_home() / ".ollama/models", Path("/usr/share/ollama/.ollama/models")]

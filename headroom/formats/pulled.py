@@ -18,6 +18,7 @@ from headroom.formats.hub import (
     repository_name,
     wheel_target,
 )
+from headroom.formats.other_stores import all_folders, ollama_models
 
 STATISTICS = ".routing.json"  # what the name of a model's routing statistics ends with
 DOWNLOADS = ".cache"  # what Hugging Face's client keeps in the folder of a repository
@@ -33,6 +34,7 @@ class StoredModel:
     path: Path  # the file or the folder to open
     files: tuple[Path, ...]
     complete: bool = True  # False: a download that did not end
+    owner: str = ""  # the other program that has fetched the model
 
     @property
     def size_bytes(self) -> int:
@@ -63,6 +65,21 @@ def stored_models(home: Path, known: Mapping[str, WheelModel] = KNOWN_MODELS) ->
         for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
             found += _repository_models(inner)
     return found
+
+
+def other_models() -> list[StoredModel]:
+    """Return the models that other programs have on this disk."""
+    found = []
+    for repo, folder, owner in all_folders():
+        for file in _gguf_files(folder, "**/*.gguf"):
+            model, name = stored_file(file), f"{repo}:{file.relative_to(folder)}"
+            found.append(replace(model, name=name, owner=owner))
+        if any(folder.glob("*.safetensors")):
+            found.append(StoredModel(repo, folder, _folder_files(folder), owner=owner))
+    return found + [
+        StoredModel(other.name, other.path, (other.path,), owner=other.owner)
+        for other in ollama_models()
+    ]
 
 
 def stored_file(path: Path) -> StoredModel:

@@ -48,6 +48,13 @@ def test_statistics_stand_beside_the_model_and_fade(model: StatsModel, home: Pat
     assert (found.path, found.counts) == (beside, ((2.0, 0.0, 4.0), ()))
 
 
+def test_nothing_is_written_into_the_folders_of_other_programs(
+    model: StatsModel, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "owner_of", lambda path: "ollama")
+    assert default_paths(model, home) == (home / "routing" / "m-abc.routing.json",)
+
+
 def test_where_the_models_folder_cannot_be_written_they_stand_at_home(
     model: StatsModel, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
