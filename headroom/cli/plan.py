@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from headroom.cli.settings import with_settings
-from headroom.errors import OptionError
+from headroom.errors import OptionError, PlanError
 from headroom.families.registry import is_known
 from headroom.formats.atomic import replace_text
 from headroom.formats.json_files import check_folder, check_replaceable
@@ -83,6 +83,8 @@ def plan(
         check_folder(svg, "svg")
         check_replaceable(svg, "picture", "svg")
     upkeep_rules(options)  # refuses wrong options of exchanges, as a run does
+    if show_repository(options, as_json=as_json, svg=svg, others=(explain, compare, emit)):
+        return
     source = find_plan_source(options)
     shapes = with_draft(source.shape, options)
     if compare:
@@ -170,6 +172,66 @@ def device_json(device: DeviceSpec) -> dict[str, Any]:
         "link_bytes_per_s": None if device.unified else device.link,
         "operations_per_s": device.flops,
     }
+
+
+def show_repository(
+    options: Options, *, as_json: bool, svg: Path | None, others: Sequence[object]
+) -> bool:
+    """Compare all GGUF models of a repository, if the model is one; return whether it was.
+
+    Raise an error if none of them fits.
+    """
+    if is_known(options.model) or "/" not in options.model:
+        return False
+    from headroom.plan.repository import offered_files, plan_offered
+
+    if not (files := offered_files(options.model, options.home_path)):
+        return False
+    repo = files[0].name.partition(":")[0]
+    if any(others) or options.draft is not None or named_files(options):
+        raise OptionError(
+            f"{repo} offers {len(files)} models, and this needs one.",
+            hint=f"Name one, as in {files[-1].name}",
+            param="model",
+        )
+    devices = plan_devices(options)
+    found = plan_offered(repo, files, lambda shape: make_plan([shape], devices, options))
+    plans = {x.offered.quant: x.plan for x in found if x.plan is not None}
+    if svg is not None and plans:
+        from headroom.plan.show.comparison import comparison_svg
+
+        write_picture(comparison_svg(plans), svg)
+    if as_json:
+        rows = [
+            {
+                "name": x.offered.name,
+                "file": x.offered.file,
+                "size_bytes": x.offered.size_bytes,
+                "error": x.error or None,
+                "plan": None if x.plan is None else plan_json(x.plan),
+            }
+            for x in found
+        ]
+        print(json.dumps({"version": JSON_VERSION, "repository": repo, "models": rows}))
+    else:
+        from rich.console import Console
+
+        from headroom.plan.show.table import offered_table
+
+        console = Console(highlight=False)
+        console.print(f"{repo} on {', '.join(device.name for device in devices)}", markup=False)
+        console.print(offered_table(found))
+        for reason in dict.fromkeys(x.error for x in found if x.plan is None):
+            console.print(reason, markup=False)
+        fitting = [x.offered.name for x in found if x.plan is not None and x.plan.fits]
+        if fitting:
+            console.print(f"headroom pull {fitting[-1]} fetches the largest that fits.")
+    if not any(plan.fits for plan in plans.values()):
+        raise PlanError(
+            f"None of the {len(files)} models of {repo} fits.",
+            hint="Name one of them to see what is missing, or another --device.",
+        )
+    return True
 
 
 def find_plan_source(options: Options) -> PlanSource:

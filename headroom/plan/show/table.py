@@ -1,7 +1,8 @@
 """A plan as a table with a memory map, for a terminal or as plain text."""
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -12,6 +13,9 @@ from headroom.plan.layout import DevicePlan, HostPlan
 from headroom.plan.plan import Plan
 from headroom.plan.show.palette import FREE_LETTER, line_looks
 from headroom.units import counted, gib
+
+if TYPE_CHECKING:
+    from headroom.plan.repository import OfferedPlan  # imports readers of files
 
 BAR_WIDTH = 60  # columns of a memory map
 OVER = "|"  # in a map: what is to the right of it is missing
@@ -51,6 +55,27 @@ def compare_table(plans: Mapping[str, Plan]) -> Table:
     table.add_row("hot experts", *(_hot_share(plan) for plan in made))
     table.add_row("fits", *("yes" if plan.fits else "no" for plan in made))
     table.add_row("decode tokens/s", *(f"{x.predicted.decode_tokens_per_s:.1f}" for x in made))
+    return table
+
+
+def offered_table(found: "Sequence[OfferedPlan]") -> Table:
+    """Return one row for each model that a repository offers."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for head in ("size", "fits", "free", "context", "hot experts", "decode tok/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in found:
+        cells = ["cannot run", "-", "-", "-", "-"]
+        if (plan := one.plan) is not None:
+            free = min(device.free_bytes for device in plan.devices)
+            cells = [
+                "yes" if plan.fits else "no",
+                gib(free) if plan.fits else "-",
+                f"{plan.settings.context:,}",
+                _hot_share(plan),
+                f"{plan.predicted.decode_tokens_per_s:.1f}" if plan.fits else "-",
+            ]
+        table.add_row(one.offered.quant, gib(one.offered.size_bytes), *cells)
     return table
 
 
