@@ -1,7 +1,6 @@
 """All kernels in order of preference, and `pick`, which chooses one."""
 
 from headroom.errors import KernelError
-from headroom.formats.quants import Q8_K
 from headroom.kernels.cuda import matmul as cuda_matmul
 from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.cuda.compile import refuses_device
@@ -21,6 +20,7 @@ from headroom.kernels.triton import experts as triton_experts
 from headroom.kernels.triton import launch as triton_launch
 from headroom.kernels.triton import matmul as triton_matmul
 from headroom.kernels.triton import rows as triton_rows
+from headroom.kernels.types import PRODUCT_TYPES
 from headroom.kernels.weight import PLAIN_TYPES
 
 
@@ -33,7 +33,7 @@ def _refuses_table(case: Case) -> str | None:
 
 
 def _refuses_cuda_table(case: Case) -> str | None:
-    if case.quant is Q8_K:
+    if case.quant not in PRODUCT_TYPES:
         return f"reads no tables of {case.quant}"
     return refuses_device(case)
 

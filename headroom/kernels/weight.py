@@ -4,15 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from headroom.formats.quants import BF16, BY_NAME, F16, F32, QuantType
+from headroom.formats.quants import BF16, F16, F32, QuantType
 
 PLAIN_TYPES = {F32.name: torch.float32, F16.name: torch.float16, BF16.name: torch.bfloat16}
-# The types of weights that the C++ and the Triton products read.
-PRODUCT_TYPES = {
-    BY_NAME[name]
-    for name in (*PLAIN_TYPES, "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k",
-                 "iq4_nl", "mxfp4")
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -303,6 +303,7 @@ def make_plan(
         )
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
+    options = _with_read_types(model, stages, options)
     kinds = tuple(StageKind.of(device, model, options) for device in stages)
     if features is not None:
         _check_features(features, len(model.layers))
@@ -323,6 +324,39 @@ def make_plan(
     plan = _plan(problem, problem.stages(chosen, weights))
     _check_cold(plan, options)
     return _with_cache(problem, plan)
+
+
+def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: Options) -> Options:
+    """Return options under which products can read all weights, or refuse the model.
+
+    On a CPU, matrices of types without packed products are unpacked when they are loaded. The
+    reference kernels read every type, and unpack each weight in each step.
+    """
+    if options.kernels == "reference" or not (model.unread_types or model.unread_expert_types):
+        return options
+    gpus = [device.name for device in stages if device.kind != "cpu"]
+    if gpus:
+        types = ", ".join(dict.fromkeys((*model.unread_types, *model.unread_expert_types)))
+        raise PlanError(
+            f"{model.name} has weights of {types}, which no kernel of a GPU reads.",
+            hint="Choose another quantisation of the model, or --device cpu.",
+        )
+    if model.unread_expert_types:
+        raise PlanError(
+            f"{model.name} has experts of {', '.join(model.unread_expert_types)}, which no fast "
+            "kernel reads.",
+            hint="Choose another quantisation of the model; --kernels reference computes these "
+            "experts, far slower.",
+        )
+    if options.weights == "packed" or options.dtype == "int8":
+        named = "--weights packed" if options.weights == "packed" else "--dtype int8"
+        raise PlanError(
+            f"{model.name} has weights of {', '.join(model.unread_types)}, which no product reads "
+            "packed.",
+            hint=f"Leave out {named}: they are unpacked to floats when they are loaded.",
+            param=named.split()[0].removeprefix("--"),
+        )
+    return replace(options, weights="unpacked")
 
 
 def _check_features(features: FeatureRequest, layers: int) -> None:

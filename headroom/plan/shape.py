@@ -168,6 +168,9 @@ class ModelShape:
     tap_width: int = 0  # of a draft: values of one tapped output
     panels: OuterPadding = OuterPadding()  # what C++ kernels add
     tiles: OuterPadding = OuterPadding()  # what a GPU's kernels add
+    # Types of matrices that no product reads as they lie in the file, and those of routed experts.
+    unread_types: tuple[str, ...] = ()
+    unread_expert_types: tuple[str, ...] = ()
 
     def in_panels(self) -> "ModelShape":
         """Return the model as C++ kernels hold it."""

@@ -9,6 +9,7 @@ from headroom.families.tables import Types, tensor_types
 from headroom.families.tensors import inner_name
 from headroom.formats.mixes import Mix, kept_in_f32
 from headroom.formats.quants import F32, QuantType
+from headroom.kernels.types import PRODUCT_TYPES
 from headroom.plan.padding import (
     expert_panel_padding,
     expert_tile_padding,
@@ -67,7 +68,19 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         tap_width=dims.hidden if dims.taps else 0,
         panels=panels,
         tiles=tiles,
+        unread_types=_unread(types, experts=False),
+        unread_expert_types=_unread(types, experts=True),
     )
+
+
+def _unread(types: Types, *, experts: bool) -> tuple[str, ...]:
+    """Return the types of matrices, or of routed experts, that no product reads as they are."""
+    found = {
+        quant.name
+        for name, (shape, quant) in types.items()
+        if len(shape) > 1 and ("_exps." in name) == experts and quant not in PRODUCT_TYPES
+    }
+    return tuple(sorted(found))
 
 
 def _outer_padding(dims: Dims, family: Family, outer: Types) -> tuple[OuterPadding, OuterPadding]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headroom.formats.quants import BY_NAME, F32, Q8_K, QUANTS, QuantType
+from headroom.formats.quants import BY_NAME, F32, QUANTS, QuantType
 from headroom.kernels.ops import (
     Case,
     DeltaNetWeights,
@@ -17,9 +17,10 @@ from headroom.kernels.ops import (
     Span,
 )
 from headroom.kernels.reference.attention import write_kv
+from headroom.kernels.types import PRODUCT_TYPES
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
 
-WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs and quant is not Q8_K]
+WEIGHT_TYPES = [quant for quant in QUANTS if quant in PRODUCT_TYPES]
 # Types of gate, up and down: equal, all different, plain next to packed.
 EXPERT_TYPES = [
     ("f32", "f32", "f32"), ("q4_k", "q4_k", "q6_k"), ("q8_0", "q4_0", "f32"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from headroom.formats.quants import BF16, F32, Q4_K, Q8_0, QuantType
 from headroom.kernels.native.module import MODULE
-from headroom.kernels.weight import PRODUCT_TYPES
+from headroom.kernels.types import PRODUCT_TYPES
 from headroom.plan.padding import expert_panel_padding, panel_bytes, panel_padding
 from headroom.plan.shape import Padding
 

@@ -16,7 +16,6 @@ from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.sizes import (
     EXPERT_STEP,
-    PACKED,
     RECORD_COLUMNS,
     TILE_ROWS,
     TILED,
@@ -25,6 +24,7 @@ from headroom.kernels.cuda.sizes import (
     tile_bytes,
 )
 from headroom.kernels.ops import Case
+from headroom.kernels.types import PACKED
 
 EXPERT_MATRICES = 3  # matrices of an expert: gate, up, down
 Kinds = tuple[QuantType, ...]  # their types

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from headroom.errors import KernelError
-from headroom.formats.quants import BF16, F16, Q8_K, QuantType
+from headroom.formats.quants import BF16, F16, QuantType
 from headroom.kernels.cuda import matmul_scratch, scratch
 from headroom.kernels.cuda.buffers import Buffer
 from headroom.kernels.cuda.compile import (
@@ -31,6 +31,7 @@ from headroom.kernels.cuda.sizes import (
     tile_bytes,
 )
 from headroom.kernels.ops import Case
+from headroom.kernels.types import PRODUCT_TYPES
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
 NARROW_QUANTS = {"bf16": BF16, "f16": F16}  # types that products of many rows compute in
@@ -437,10 +438,10 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor, scale: float = 1.
         args = (table.data, ids, out, table.columns, records, float(scale))
         kernel(grid, (32 * EMBED_WARPS,), args)
         return out
-    if table.quant is Q8_K or table.layout != "rows":
+    if table.quant not in PRODUCT_TYPES or table.layout != "rows":
         raise KernelError(
             f"Rows of {table.quant} in the layout {table.layout} are not read on CUDA.",
-            hint="Keep the table in file layout and in a type other than q8_k.",
+            hint="Keep the table in file layout and in a type that has kernels.",
         )
     kernel = compile_kernel("small.cu", "embed", {"KIND": table.quant.ggml_id})
     grid = (-(-table.columns // EMBED_CHUNK), ids.shape[0])

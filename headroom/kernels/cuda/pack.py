@@ -5,7 +5,8 @@ import torch
 from headroom.errors import KernelError
 from headroom.formats.quants import QuantType
 from headroom.kernels.cuda.compile import compile_kernel
-from headroom.kernels.cuda.sizes import PACKED, PLAIN_STEP, RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.cuda.sizes import PLAIN_STEP, RECORD_COLUMNS, TILE_ROWS, tile_bytes
+from headroom.kernels.types import PACKED
 
 WARPS = 4
 

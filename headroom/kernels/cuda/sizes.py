@@ -1,6 +1,7 @@
 """Constants of the CUDA kernels and the sizes of weights in tiles, shared with the planner."""
 
-from headroom.formats.quants import BF16, BY_NAME, F16, QuantType
+from headroom.formats.quants import BF16, F16, QuantType
+from headroom.kernels.types import PACKED
 
 # The most rows of a step on the decode path, where one pass over the packed weights serves all
 # rows, and steps are captured in a CUDA graph.
@@ -10,10 +11,6 @@ BLOCK_OVERHEAD_BYTES = 2048  # shared memory of a block that kernels cannot use,
 GROUP_ROWS = 8  # rows of a group in f16, see halves.cuh
 MOST_OUTPUTS = 4  # most matrices of one product, which share an input
 TILE_ROWS, RECORD_COLUMNS = 16, 256  # weight rows of a tile and columns of a record, see tiles.cuh
-PACKED = frozenset(
-    BY_NAME[name]
-    for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4", "q4_k", "q5_k", "q6_k")
-)
 TILED = PACKED | {F16, BF16}  # types that lie in tiles on a GPU; F32 does not
 PLAIN_STEP = 4  # columns of F16 and BF16 weights are a multiple of this
 # An expert's sizes are a multiple of this: products of many rows read 16 bytes of bf16.

@@ -9,7 +9,8 @@ from headroom.kernels.native.memory import WEIGHTS
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.native.scratch import matmul_scratch
 from headroom.kernels.ops import Case
-from headroom.kernels.weight import PLAIN_TYPES, PRODUCT_TYPES, Weight
+from headroom.kernels.types import PRODUCT_TYPES
+from headroom.kernels.weight import PLAIN_TYPES, Weight
 
 PANELS = "panels"  # the layout of weights that the C++ kernels read; see panels.h
 

@@ -7,6 +7,9 @@ import torch
 from headroom.errors import FormatError
 from headroom.formats import quants
 from headroom.formats.quants import QuantType
+from headroom.kernels.reference import dequant_codebooks as codebooks
+from headroom.kernels.reference.dequant_codebooks import halves as _half
+from headroom.kernels.reference.dequant_codebooks import view_as as _view
 
 # The order of operations matters: another order rounds differently.
 
@@ -27,15 +30,6 @@ def dequantise(data: torch.Tensor, quant: QuantType, values: int) -> torch.Tenso
     blocks = data.reshape(*data.shape[:-1], values // quant.block, quant.block_bytes)
     decoded = _DECODERS[quant.name](blocks)  # [..., blocks, block]
     return decoded.reshape(*data.shape[:-1], values)
-
-
-def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Reinterpret bytes as numbers; the copy aligns them as a view needs it."""
-    return data.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
-def _half(data: torch.Tensor) -> torch.Tensor:
-    return _view(data, torch.float16).float()
 
 
 def _signed(data: torch.Tensor) -> torch.Tensor:
@@ -146,9 +140,80 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32) * _look_up(_nibbles(blocks[..., 1:]), _MXFP4_VALUES)
 
 
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minimums = (blocks[..., :16] & 15).float(), (blocks[..., :16] >> 4).float()
+    quarters = _bits(_split(blocks[..., 16:80], 2, 32), 4, step=2) & 3
+    values = _split(quarters.flatten(-3), 16, 16).float()
+    scaled = (_half(blocks[..., 80:82]) * scales).unsqueeze(-1)
+    lowered = (_half(blocks[..., 82:]) * minimums).unsqueeze(-1)
+    return (scaled * values - lowered).flatten(-2)
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _split(_bits(_split(blocks[..., 32:96], 2, 32), 4, step=2).flatten(-3) & 3, 16, 16)
+    third = _split((_bits(blocks[..., :32], 8) & 1).flatten(-2), 16, 16)
+    values = low.float() - 4 * (1 - third.float())  # a missing bit lowers the value
+    # Six bits each: nibbles of eight bytes, then pairs of bits of four.
+    nibbles = _nibbles(blocks[..., 96:104])
+    pairs = (_bits(blocks[..., 104:108], 4, step=2) & 3).flatten(-2)
+    scales = (nibbles | pairs << 4).float() - 32
+    return ((_half(blocks[..., 108:]) * scales).unsqueeze(-1) * values).flatten(-2)
+
+
+def _ternary(data: torch.Tensor, digits: int) -> torch.Tensor:
+    """Return -1, 0 or 1 from bytes that hold up to five digits of base 3, the first ones first."""
+    powers = torch.tensor([3**power for power in range(digits)], device=data.device)
+    shifted = (data.unsqueeze(-2).int() * powers[:, None]) & 255
+    return (((shifted * 3) >> 8) - 1).flatten(-2)
+
+
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+    parts = (_ternary(blocks[..., :32], 5), _ternary(blocks[..., 32:48], 5),
+             _ternary(blocks[..., 48:52], 4))  # fmt: skip
+    return _half(blocks[..., 52:]) * torch.cat(parts, dim=-1).float()
+
+
+def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
+    values = _bits(_split(blocks[..., :64], 2, 32), 4, step=2) & 3
+    return _half(blocks[..., 64:]) * (values.flatten(-3).float() - 1)
+
+
+def _q1_0(blocks: torch.Tensor) -> torch.Tensor:
+    scale, bits = _half(blocks[..., :2]), codebooks.bit_fields(blocks[..., 2:], 8, 1)
+    return torch.where(bits.flatten(-2) == 1, scale, -scale)
+
+
+def _q2_0(blocks: torch.Tensor) -> torch.Tensor:
+    values = codebooks.bit_fields(blocks[..., 2:], 4, 2).flatten(-2)
+    return (values.float() - 1) * _half(blocks[..., :2])
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    low = codebooks.bit_fields(blocks[..., 4:8], 2, 4).flatten(-2)
+    high = codebooks.bit_fields(blocks[..., 2:4], 4, 2).flatten(-2)
+    scales = (low | high << 4).float() - 32  # of 32 values each
+    values = _look_up(_nibbles(_split(blocks[..., 8:], 8, 16)), _IQ4_NL_VALUES)
+    return ((_half(blocks[..., :2]) * scales).unsqueeze(-1) * values).flatten(-2)
+
+
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    byte = blocks[..., :4]
+    exponent, mantissa = (byte >> 3 & 15).float(), (byte & 7).float()
+    # An unsigned float of 4 and 3 bits, halved to match the doubled table.
+    normal = (1 + mantissa / 8) * torch.exp2(exponent - 7)
+    scales = torch.where(exponent == 0, mantissa * 2**-9, normal) * 0.5
+    scales = torch.where(byte == 0x7F, 0.0, scales).unsqueeze(-1)  # of 16 values each
+    values = _look_up(_nibbles(_split(blocks[..., 4:], 4, 8)), _MXFP4_VALUES)
+    return (scales * values).flatten(-2)
+
+
 _DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "f32": _f32, "f16": _half, "bf16": _bf16,
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
     "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "q8_k": _q8_k,
-    "iq4_nl": _iq4_nl, "mxfp4": _mxfp4,
+    "iq4_nl": _iq4_nl, "mxfp4": _mxfp4, "iq4_xs": _iq4_xs, "nvfp4": _nvfp4,
+    "q2_k": _q2_k, "q3_k": _q3_k, "tq1_0": _tq1_0, "tq2_0": _tq2_0, "q1_0": _q1_0, "q2_0": _q2_0,
+    "iq1_s": codebooks.iq1_s, "iq1_m": codebooks.iq1_m, "iq2_xxs": codebooks.iq2_xxs,
+    "iq2_xs": codebooks.iq2_xs, "iq2_s": codebooks.iq2_s, "iq3_xxs": codebooks.iq3_xxs,
+    "iq3_s": codebooks.iq3_s,
 }  # fmt: skip

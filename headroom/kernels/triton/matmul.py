@@ -7,7 +7,8 @@ import torch
 from headroom.kernels.ops import Case
 from headroom.kernels.triton import launch
 from headroom.kernels.triton.launch import blocks, find_kernel, language_type
-from headroom.kernels.weight import PRODUCT_TYPES, Weight
+from headroom.kernels.types import PRODUCT_TYPES
+from headroom.kernels.weight import Weight
 
 LANGUAGE_TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 EMBED_BLOCK = 512  # columns that one program unpacks

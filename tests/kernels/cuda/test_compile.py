@@ -13,7 +13,8 @@ from headroom.kernels.cuda.matmul_scratch import lanes_for
 from headroom.kernels.cuda.matmul_shapes import Gpu, Product, shape_for
 from headroom.kernels.cuda.pack import WARPS
 from headroom.kernels.cuda.probe import PROBES, Probe
-from headroom.kernels.cuda.sizes import PACKED, TILED, record_bytes
+from headroom.kernels.cuda.sizes import TILED, record_bytes
+from headroom.kernels.types import PACKED
 from tests.nvrtc import compile_source, missing
 
 MAIN = 90  # the GPU for which all macros are tried

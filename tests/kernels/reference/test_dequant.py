@@ -10,7 +10,7 @@ import torch
 
 from headroom.errors import FormatError
 from headroom.families.files import open_checkpoint
-from headroom.formats.quants import I32, Q4_K, Q8_0, Q8_K, QUANTS, QuantType
+from headroom.formats.quants import I32, Q1_0, Q2_0, Q4_K, Q8_0, Q8_K, QUANTS, QuantType
 from headroom.kernels.reference.dequant import dequantise
 
 WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs]
@@ -18,6 +18,9 @@ WEIGHT_TYPES = [quant for quant in QUANTS if quant.runs]
 SCALE_OFFSETS = {
     "q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q4_k": (0, 2),
     "q5_k": (0, 2), "q6_k": (208,), "q8_k": (2,), "iq4_nl": (0,), "f16": (0,), "bf16": (0,),
+    "q2_k": (80, 82), "q3_k": (108,), "tq1_0": (52,), "tq2_0": (64,), "iq4_xs": (0,),
+    "iq2_xxs": (0,), "iq2_xs": (0,), "iq2_s": (0,), "iq3_xxs": (0,), "iq3_s": (0,), "iq1_s": (0,),
+    "q1_0": (0,), "q2_0": (0,),
 }  # fmt: skip
 EXTREME_HALVES = (
     0x0000, 0x8000, 0x0001, 0x8001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E01,
@@ -25,6 +28,14 @@ EXTREME_HALVES = (
 
 
 def oracle(data: npt.NDArray[np.uint8], quant: QuantType) -> npt.NDArray[np.float32]:
+    if quant is Q2_0:  # the package does not know it: two bits, 0 to 3, stand for -1 to 2
+        scale = data[:, :2].copy().view(np.float16).astype(np.float32)
+        bits = np.unpackbits(data[:, 2:], axis=1, bitorder="little").reshape(len(data), 64, 2)
+        return (bits[..., 0] + 2.0 * bits[..., 1] - 1).astype(np.float32) * scale
+    if quant is Q1_0:  # nor does it decode this one: a bit stands for the sign of the scale
+        scale = data[:, :2].copy().view(np.float16).astype(np.float32)
+        bits = np.unpackbits(data[:, 2:], axis=1, bitorder="little")
+        return np.where(bits == 1, scale, -scale)
     if quant is Q8_K:  # the package cannot read it; it is a float scale and signed bytes
         scale = data[:, :4].copy().view(np.float32)
         return scale * data[:, 4:260].view(np.int8).astype(np.float32)
