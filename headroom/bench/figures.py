@@ -93,7 +93,7 @@ QUICK = BenchSettings(
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadParts:
     """Where the time went until a model was ready."""
 
     total_s: float

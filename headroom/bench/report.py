@@ -13,7 +13,7 @@ from headroom.bench.figures import (
     DecodeFigure,
     Figures,
     FirstToken,
-    Loading,
+    LoadParts,
     PartFigure,
     PrefixFigure,
     PromptFigure,
@@ -59,7 +59,7 @@ class Report:
     settings: BenchSettings
     plan: Plan
     device: dict[str, Any]
-    loading: Loading
+    loading: LoadParts
     figures: Figures
     bandwidth: Bandwidth
     memory: dict[str, Any]

@@ -10,7 +10,7 @@ import torch
 
 from headroom.bench.agent import AgentBench
 from headroom.bench.expert_use import ExpertReport, find_locations
-from headroom.bench.figures import MORE_KINDS, BenchSettings, Loading
+from headroom.bench.figures import MORE_KINDS, BenchSettings, LoadParts
 from headroom.bench.parts import PROMPT_ANSWER, measure_parts
 from headroom.bench.peer import (
     LlamaBench,
@@ -90,7 +90,7 @@ def run_bench(
     tap = None if trace is None else ImposedTrace(trace)
     opened = open_engine(model, options, _show_percent(steps), measuring=True, tap=tap)
     total_s = time.perf_counter() - started
-    loading = Loading(total_s, opened.planning_s, opened.pipeline.load_times)
+    loading = LoadParts(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
         measured = _measure(path, checkpoint, opened, loading, settings, steps)
     finally:
@@ -207,7 +207,7 @@ def _measure(
     path: Path,
     checkpoint: Checkpoint,
     opened: OpenedModel,
-    loading: Loading,
+    loading: LoadParts,
     settings: BenchSettings,
     steps: StepCounter,
 ) -> Report:

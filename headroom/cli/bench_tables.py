@@ -10,7 +10,7 @@ from headroom.bench.figures import (
     AgentFigure,
     DecodeFigure,
     FirstToken,
-    Loading,
+    LoadParts,
     PartFigure,
     PromptFigure,
     VerifyFigure,
@@ -76,7 +76,7 @@ def _imposed_text(imposed: ImposedRouting) -> str:
     )
 
 
-def _loading_text(loading: Loading) -> str:
+def _loading_text(loading: LoadParts) -> str:
     times = loading.times
     return (
         f"loaded in {loading.total_s:.1f} s (planning {loading.planning_s:.1f}, "

@@ -61,7 +61,7 @@ def _head_bytes(request: h11.Request) -> int:
     return line + sum(len(name) + len(value) + len(": \r\n") for name, value in request.headers)
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One client's connection, parsed by h11, because httptools does not limit headers."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Connection(H11Protocol):
 
     def _close_an_idle_one(self) -> bool:
         """Close the connection that has been idle longest; return whether there was one."""
-        others = [other for other in self.connections if isinstance(other, Connection)]
+        others = [other for other in self.connections if isinstance(other, HttpConnection)]
         idle = [other for other in others if other is not self and not other.answering]
         idle = [other for other in idle if not other.transport.is_closing()]
         if idle:
@@ -264,7 +264,7 @@ def connection_error(code: str, message: str, kind: str) -> bytes:
 def end_late(connections: Iterable[object], now: float) -> None:
     """Close all connections whose clients take too long to send or to read."""
     for connection in list(connections):
-        if isinstance(connection, Connection):
+        if isinstance(connection, HttpConnection):
             connection.end_if_late(now)
 
 

@@ -24,7 +24,7 @@ from headroom.server.app import create_app
 from headroom.server.connections import (
     KEEP_ALIVE_S,
     AcceptErrors,
-    Connection,
+    HttpConnection,
     TlsListener,
     connection_limit,
     end_late,
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
         scheme = "http" if options.tls_cert is None else "https"
         self.address = f"{scheme}://{host}:{bound.getsockname()[1]}"
         self._limit = connection_limit(options.max_connections)
-        self._protocol = functools.partial(Connection, limit=self._limit)
+        self._protocol = functools.partial(HttpConnection, limit=self._limit)
         config = uvicorn.Config(
             self._app,
             http=cast(type[asyncio.Protocol], self._protocol),
