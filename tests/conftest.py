@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,9 @@ except ImportError:
 else:  # how long an example takes is a matter of what else the machine does
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+if "MUTANT_UNDER_TEST" in os.environ:  # mutmut puts two frames of its own into every call
+    sys.setrecursionlimit(3 * sys.getrecursionlimit())
 
 
 def pytest_sessionstart() -> None:
