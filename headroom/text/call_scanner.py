@@ -23,6 +23,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null"}
 _WORDS |= {"True": "true", "False": "false", "None": "null"}  # as Python prints them
 _ESCAPES = '"\\/bfnrt'
+QUOTES = ('"', "'")  # of strings; some models write objects as Python prints them
 
 
 class NotACallError(Exception):
@@ -326,50 +327,52 @@ def _without_line_break(text: str) -> str:
 
 
 def read_string(scan: CallScanner, emit: Callable[[str], None]) -> Reading[None]:
-    """Read a JSON string and pass it to `emit` as it comes.
+    """Read a string and pass it to `emit` as a JSON string, as it comes.
 
-    Line breaks and backslashes that the model forgot to escape are escaped. Half a surrogate pair
-    becomes the replacement character.
+    The string may stand between single quotes, as Python writes it. Line breaks and backslashes
+    that the model forgot to escape are escaped. Half a surrogate pair becomes the replacement
+    character.
     """
-    yield from scan.expect('"')
+    quote = "'" if (yield from scan.starts_with("'")) else '"'
+    yield from scan.expect(quote)
     emit('"')
     while True:
-        emit((yield from _string_run(scan)))
+        emit((yield from _string_run(scan, quote)))
         character = yield from scan.peek()
         if not character:
             raise NotACallError("A string has no end.")
-        if character == '"':
+        if character == quote:
             scan.advance(1)
             emit('"')
             return
         if character == "\\":
-            emit((yield from _read_escape(scan)))
+            emit((yield from _read_escape(scan, quote)))
         elif character < " ":
             scan.advance(1)
             emit(json.dumps(character)[1:-1])
 
 
-def _string_run(scan: CallScanner) -> Reading[str]:
-    """Read the characters that have come, up to a quote, a backslash or a control character."""
+def _string_run(scan: CallScanner, quote: str) -> Reading[str]:
+    """Read the characters that have come, up to the quote, a backslash or a control character."""
     yield from scan.peek()
     rest = scan.rest
     end = 0
-    while end < len(rest) and rest[end] not in '"\\' and rest[end] >= " ":
+    while end < len(rest) and rest[end] not in (quote, "\\") and rest[end] >= " ":
         end += 1
     scan.advance(end)
-    return rest[:end]
+    return rest[:end].replace('"', '\\"')
 
 
-def _read_escape(scan: CallScanner) -> Reading[str]:
+def _read_escape(scan: CallScanner, quote: str) -> Reading[str]:
     """Read a backslash and what belongs to it, and return a valid escape sequence."""
     yield from scan.expect("\\")
     kind = yield from scan.peek()
     if not kind:
         raise NotACallError("A string has no end.")
     if kind != "u":
-        if kind in _ESCAPES:
+        if kind in _ESCAPES or kind == quote:
             scan.advance(1)
-            return "\\" + kind
+            return kind if kind == "'" else "\\" + kind
         return "\\\\"  # the backslash itself, as in a regular expression that was not escaped
     scan.advance(1)
     first = yield from _hex_digits(scan)
@@ -410,8 +413,9 @@ def read_json_value(
     """Read one JSON value and pass it to `emit` as it comes, with small mistakes mended.
 
     A comma before a closing bracket is dropped. Python's True, False and None become true, false
-    and null. Brackets that are still open where one of `ends` comes are closed. If the value is an
-    object, strings whose keys are in `converters` are converted.
+    and null, and its strings in single quotes JSON strings. Brackets that are still open where one
+    of `ends` comes are closed. If the value is an object, strings whose keys are in `converters`
+    are converted.
     """
     stack: list[str] = []  # the closing brackets that are still to come
     gap = ""  # white space and a comma that are read and not yet passed on
@@ -445,7 +449,7 @@ def read_json_value(
             emit(gap + ":")
             wants, gap = "value", ""
         elif wants == "key":
-            if character != '"':
+            if character not in QUOTES:
                 raise NotACallError("A key is missing.")
             emit(gap)
             pieces: list[str] = []
@@ -460,9 +464,9 @@ def read_json_value(
         else:
             emit(gap)
             gap, wants = "", "next"
-            if character == '"' and stack == ["}"] and key in converters:
+            if character in QUOTES and stack == ["}"] and key in converters:
                 emit(converters[key]((yield from read_string_value(scan))))
-            elif character == '"':
+            elif character in QUOTES:
                 yield from read_string(scan, emit)
             else:
                 emit((yield from _read_plain_value(scan)))
@@ -491,7 +495,7 @@ def _read_plain_value(scan: CallScanner) -> Reading[str]:
 
 
 def read_string_value(scan: CallScanner) -> Reading[str]:
-    """Read a JSON string and return its text."""
+    """Read a string of JSON or Python and return its text."""
     pieces: list[str] = []
     yield from read_string(scan, pieces.append)
     text: str = json.loads("".join(pieces))

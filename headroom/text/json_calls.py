@@ -7,6 +7,7 @@ from typing import Any
 
 from headroom.text.call_scanner import (
     BLANKS,
+    QUOTES,
     CallScanner,
     Converters,
     NotACallError,
@@ -108,7 +109,7 @@ class _JsonCall:
     def _read_field(self, key: str, *, nested: bool) -> Reading[None]:
         scan = self._scan
         character = yield from scan.peek()
-        if key in _NAME_KEYS and character == '"' and self._name is None:
+        if key in _NAME_KEYS and character in QUOTES and self._name is None:
             self._name = yield from read_string_value(scan)
             if self._name not in scan.tools:
                 raise NotACallError(f"There is no tool {self._name!r}.")
@@ -119,7 +120,7 @@ class _JsonCall:
             self._has_arguments = True
         elif key == "function" and character == "{" and not nested and self._name is None:
             yield from self._read_object(nested=True)
-        elif key == "id" and character == '"' and not self._id:
+        elif key == "id" and character in QUOTES and not self._id:
             self._id = yield from read_string_value(scan)
         elif key != "type" or not (yield from scan.take('"function"')):
             yield from self._read_other_field(key)
@@ -137,7 +138,7 @@ class _JsonCall:
         # Some models write the object as a string, or null if there are no arguments.
         if value == "null":
             value = "{}"
-        elif character == '"':
+        elif character in QUOTES:
             value = whole_json(json.loads("".join(pieces)) or "{}")
         if value is None or not value.startswith("{"):
             raise NotACallError("The arguments are not an object.")

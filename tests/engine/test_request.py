@@ -14,6 +14,7 @@ from headroom.engine.request import (
     MAX_COUNT,
     MAX_SEED,
     SamplingParams,
+    new_seed,
     user_settings,
     with_defaults,
 )
@@ -141,3 +142,14 @@ def test_what_is_given_goes_before_defaults_and_greedy_has_none() -> None:
     assert with_defaults(defaults, {"temperature": 0, "seed": 1}) == {"temperature": 0, "seed": 1}
     assert with_defaults(defaults, {"temperature": 1e-310}) == {"temperature": 1e-310}
     assert with_defaults(defaults, {"temperature": "hot"})["repetition_penalty"] == 1.1
+
+
+@pytest.mark.parametrize("bits", [1, 20, 53, 63])
+def test_random_seeds_use_all_their_bits_and_no_more(bits: int) -> None:
+    seeds = [new_seed(bits) for _ in range(200)]  # no bit is alike in all: a chance of 2**-200
+    assert min(seeds) >= 0
+    used, always = 0, (1 << bits) - 1
+    for seed in seeds:
+        used, always = used | seed, always & seed
+    assert used == (1 << bits) - 1
+    assert always == 0

@@ -388,6 +388,10 @@ def test_a_call_that_breaks_after_its_name_keeps_incomplete_arguments(
         ('{"name": "write", "type": "function", "arguments": {"text": "a"}, "id": "x"}',
          {"text": "a"}),
         ('{"name": "write"}', {}),
+        ("{'name': 'write', 'arguments': {'text': 'it\\'s \"a\"\\n', 'all': True, 'b': ['c', 1]}}",
+         {"text": 'it\'s "a"\n', "all": True, "b": ["c", 1]}),
+        ("""{"name": "write", "arguments": {'text': "it's", 'old': '\\d"\\\\'}}""",
+         {"text": "it's", "old": '\\d"\\'}),
     ],
 )  # fmt: skip
 def test_small_mistakes_in_json_are_mended(answer: str, arguments: object) -> None:
