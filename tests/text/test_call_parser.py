@@ -1,97 +1,21 @@
 """CallParser: calls and text are told apart in every format, however the answer is cut."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 
-from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
-from headroom.text.conversation import Tool
-from headroom.text.tool_formats import (
-    ToolFormat,
-    read_any,
-    read_bare_json,
-    read_marked_list,
-    read_plain_keys,
-    read_tagged,
+from headroom.text.answer_parser import AnswerParser, join_calls
+from headroom.text.tool_formats import ToolFormat
+from tests.text.call_reading import (
+    ANY,
+    GEMMA,
+    LLAMA,
+    MISTRAL,
+    TAGS,
+    TOOLS,
+    check,
+    read_in_all_ways,
 )
-
-TOOLS = (
-    Tool(
-        name="get_weather",
-        parameters={
-            "type": "object",
-            "properties": {
-                "city": {"type": "string"},
-                "days": {"type": "integer"},
-                "wind": {"type": "number"},
-                "exact": {"type": "boolean"},
-                "note": {"type": ["string", "null"]},
-                "near": {"type": "array", "items": {"type": "string"}},
-                "box": {"$ref": "#/$defs/box"},
-            },
-            "$defs": {"box": {"type": "object"}},
-        },
-    ),
-    Tool(name="write", parameters={"properties": {"text": {"type": "string"}}}),
-    Tool(name="now"),
-)
-TAGS = ToolFormat(name="json_tags", starts=("<tool_call>", "<function="), read=read_tagged)
-GEMMA = ToolFormat(name="plain_keys", starts=("<|tool_call>",), read=read_plain_keys)
-LLAMA = ToolFormat(
-    name="bare_json", starts=("<|python_tag|>",), read=read_bare_json, begins_bare=True
-)
-MISTRAL = ToolFormat(
-    name="named_json", starts=("[TOOL_CALLS]",), read=read_marked_list, short_ids=True
-)
-ANY = ToolFormat(
-    name="json_tags",
-    starts=("<tool_call>", "<function="),
-    read=read_any,
-    begins_bare=True,
-    native=False,
-)
-
-
-@dataclass(frozen=True)
-class Read:
-    """The parts of an answer."""
-
-    text: str
-    calls: list[tuple[str, str]]  # name and arguments, as text
-
-
-def read(form: ToolFormat, pieces: list[str], tools: Sequence[Tool] = TOOLS) -> Read:
-    parser, parts = AnswerParser(tools=tools, format=form), AnswerParts()
-    for piece in pieces:
-        parts += parser.push(piece)
-    parts += parser.finish()
-    assert parser.held == 0
-    calls = join_calls(parts.calls)
-    assert all(call.id for call in calls)
-    return Read(parts.text, [(call.name, call.arguments) for call in calls])
-
-
-def read_in_all_ways(form: ToolFormat, answer: str, tools: Sequence[Tool] = TOOLS) -> Read:
-    """Read an answer whole, character by character and cut once at each place."""
-    whole = read(form, [answer], tools)
-    assert read(form, list(answer), tools) == whole
-    for place in range(len(answer)):
-        assert read(form, [answer[:place], answer[place:]], tools) == whole
-    return whole
-
-
-def check(
-    form: ToolFormat,
-    answer: str,
-    text: str,
-    *calls: tuple[str, object],
-    tools: Sequence[Tool] = TOOLS,
-) -> None:
-    result = read_in_all_ways(form, answer, tools)
-    assert result.text == text
-    assert [(name, json.loads(arguments)) for name, arguments in result.calls] == list(calls)
 
 
 def test_json_in_tags_becomes_a_call() -> None:
@@ -370,34 +294,6 @@ def test_a_call_that_breaks_after_its_name_keeps_incomplete_arguments(
         json.loads(result.calls[0][1])
 
 
-@pytest.mark.parametrize(
-    ("answer", "arguments"),
-    [
-        ('{"name": "write", "arguments": {"text": "a"}', {"text": "a"}),
-        ('{"name": "write", "arguments": {"text": ["a", {"b": 1}', {"text": ["a", {"b": 1}]}),
-        ('{"name": "write", "arguments": {"text": "a",},}', {"text": "a"}),
-        ('{"name": "write", "arguments": {"text": None, "b": [True, 1,]}}',
-         {"text": None, "b": [True, 1]}),
-        ('{"name": "write", "arguments": {"text": "a\n\tb \\d \\u00e9 \\ud83d\\udc4d \\ud83d!"}}',
-         {"text": "a\n\tb \\d é 👍 \ufffd!"}),
-        ('{"arguments": {"text": "a"}, "name": "write"}', {"text": "a"}),
-        ('{"type": "function", "function": {"name": "write", "arguments": {"text": "a"}}}',
-         {"text": "a"}),
-        ('{"name": "write", "arguments": "{\\"text\\": \\"a\\"}"}', {"text": "a"}),
-        ('{"name": "write", "arguments": null}', {}),
-        ('{"name": "write", "type": "function", "arguments": {"text": "a"}, "id": "x"}',
-         {"text": "a"}),
-        ('{"name": "write"}', {}),
-        ("{'name': 'write', 'arguments': {'text': 'it\\'s \"a\"\\n', 'all': True, 'b': ['c', 1]}}",
-         {"text": 'it\'s "a"\n', "all": True, "b": ["c", 1]}),
-        ("""{"name": "write", "arguments": {'text': "it's", 'old': '\\d"\\\\'}}""",
-         {"text": "it's", "old": '\\d"\\'}),
-    ],
-)  # fmt: skip
-def test_small_mistakes_in_json_are_mended(answer: str, arguments: object) -> None:
-    check(TAGS, f"<tool_call>\n{answer}\n</tool_call>", "", ("write", arguments))
-
-
 def test_the_name_comes_first_and_arguments_come_as_they_are_written() -> None:
     parser = AnswerParser(tools=TOOLS, format=TAGS)
     assert parser.push("<tool_call>\n<function=wri").calls == ()
@@ -417,104 +313,6 @@ def test_text_after_a_broken_call_comes_with_the_next_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [
-        '{"name": "write", "age": 3, "bio": "a long text"}',
-        '{"age": 3, "name": "write"}',
-        '{"name": "write", "text": "a"}',
-        '{"name": "write", "type": "dog"}',
-        '{"name": "write", "id": "x"}',
-        '{"name": "write", "arguments": 5}',
-        '{"name": "write", "name": "now"}',
-        '{"name": "write", "bio": "a", "arguments": {"text": "a"}}',
-        '{"function": {"name": "write", "description": "d", "parameters": {}}}',
-        '{"name": "wri',
-        '{"name": "write"',
-        '{"name": "write", "arg',
-        '{"name": "search"}',
-    ],
-)
-def test_json_without_a_mark_that_merely_has_a_tool_s_name_stays_text(answer: str) -> None:
-    search = Tool(name="search", parameters={"required": ["query"]})
-    for form in (LLAMA, ANY):
-        check(form, answer, answer, tools=(*TOOLS, search))
-
-
-def test_json_without_a_mark_that_has_nothing_but_a_name_is_a_call() -> None:
-    for form in (LLAMA, ANY):
-        check(form, '{"name": "now"}', "", ("now", {}))
-        check(form, '{"type": "function", "name": "now"}', "", ("now", {}))
-        check(form, '{"type": "function", "function": {"name": "now"}}', "", ("now", {}))
-
-
-def test_arguments_beside_the_name_are_read_after_a_mark() -> None:
-    check(
-        TAGS,
-        '<tool_call>{"name": "get_weather", "city": "x", "days": "2", "box": {"a": [1]}}'
-        "</tool_call>",
-        "",
-        ("get_weather", {"city": "x", "days": 2, "box": {"a": [1]}}),
-    )
-    delete = Tool(name="delete", parameters={"properties": {"id": {"type": "string"}}})
-    check(
-        TAGS,
-        '<tool_call>{"id": "a", "name": "delete"}</tool_call>',
-        "",
-        ("delete", {"id": "a"}),
-        tools=[delete],
-    )
-    for answer in (
-        '<tool_call>{"name": "write", "a": 5}</tool_call>',
-        '<tool_call>{"name": "write", "text": "a", "b": 5}</tool_call>',
-        '<tool_call>{"name": "write", "text": "a", "arguments": {"text": "b"}}</tool_call>',
-        '<tool_call>{"name": "write", "type": "note"}</tool_call>',
-        '<tool_call>{"name": "write", "tex',
-    ):
-        check(TAGS, answer, answer)
-
-
-def test_fields_after_the_arguments_become_text() -> None:
-    fields = '"note": "a long text", "id": "x", "why": {"a": [1]}'
-    whole = f'{{"name": "write", "arguments": {{"text": "a"}}, {fields}}}'
-    shown = '"note": "a long text", "why": {"a": [1]}'
-    check(TAGS, f"<tool_call>{whole}</tool_call>", shown, ("write", {"text": "a"}))
-    check(TAGS, f"Hm. <tool_call>{whole}</tool_call>", f"Hm. {shown}", ("write", {"text": "a"}))
-    check(LLAMA, whole, shown, ("write", {"text": "a"}))
-    check(
-        MISTRAL,
-        f'[TOOL_CALLS][{whole}, {{"name": "now", "arguments": {{}}}}]',
-        shown,
-        ("write", {"text": "a"}),
-        ("now", {}),
-    )
-
-
-def test_the_place_of_a_field_after_the_arguments_is_known() -> None:
-    field = '"note": "b"'
-    answer = f'<tool_call>{{"name": "write", "arguments": {{"text": "a"}}, {field}}}</tool_call>'
-    for pieces in ([answer], list(answer)):
-        parser = AnswerParser(tools=TOOLS, format=TAGS)
-        for piece in pieces:
-            parser.push(piece)
-        parser.finish()
-        shown = [
-            character for place, character in enumerate(answer) if parser.is_text(place, place + 1)
-        ]
-        assert "".join(shown) == field
-
-
-def test_arguments_of_a_json_call_come_as_they_are_written() -> None:
-    for form, mark in ((TAGS, "<tool_call>"), (LLAMA, "")):
-        parser = AnswerParser(tools=TOOLS, format=form)
-        assert parser.push(f'{mark}{{"name": "write", "arg').calls == ()
-        (named,) = parser.push('uments": ').calls + parser.push("{").calls[:1]
-        assert (named.name, named.arguments) == ("write", "")
-        pieces = [parser.push(piece) for piece in ('"text": "', "ab", "c", '"}', "}")]
-        written = ["".join(delta.arguments for delta in parts.calls) for parts in pieces]
-        assert written == ['"text": "', "ab", "c", '"}', ""]
-
-
-@pytest.mark.parametrize(
     ("form", "answer"),
     [
         (TAGS, '<tool_call>\n{"name": "now"}\n{"name": "write"}\n</tool_call>'),
@@ -531,38 +329,6 @@ def test_several_calls_in_a_block_and_repeated_end_marks_leave_no_text(
 ) -> None:
     check(form, answer, "", ("now", {}), ("write", {}))
     check(form, f"{answer} bye", "bye", ("now", {}), ("write", {}))
-
-
-def test_strings_become_the_scalars_that_the_schema_of_a_json_call_demands() -> None:
-    written = (
-        '{"city": "1", "days": "2", "wind": "2.5", "exact": "True", "note": "3", '
-        '"near": "[]", "box": {"days": "1"}, "other": "4"}'
-    )
-    typed = json.loads(written) | {"days": 2, "wind": 2.5, "exact": True}
-    quoted = json.dumps(written)
-    call = ("get_weather", typed)
-    for form, answer in (
-        (TAGS, f'<tool_call>{{"name": "get_weather", "arguments": {written}}}</tool_call>'),
-        (TAGS, f'<tool_call>{{"arguments": {written}, "name": "get_weather"}}</tool_call>'),
-        (TAGS, f'<tool_call>{{"name": "get_weather", "arguments": {quoted}}}</tool_call>'),
-        (TAGS, f"<function=get_weather>{written}</function>"),
-        (LLAMA, f'{{"name": "get_weather", "parameters": {written}}}'),
-        (MISTRAL, f"[TOOL_CALLS]get_weather[ARGS]{written}"),
-    ):
-        check(form, answer, "", call)
-    check(
-        TAGS,
-        '<tool_call>{"name": "get_weather", "arguments": {"days": "two", "exact": "1"}}'
-        "</tool_call>",
-        "",
-        ("get_weather", {"days": "two", "exact": "1"}),
-    )
-    check(
-        GEMMA,
-        '<|tool_call>call:get_weather{days:<|"|>2<|"|>,city:<|"|>2<|"|>,wind:<|"|>low<|"|>}',
-        "",
-        ("get_weather", {"days": 2, "city": "2", "wind": "low"}),
-    )
 
 
 @pytest.mark.parametrize(

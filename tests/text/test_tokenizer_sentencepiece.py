@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Coder
 
 from headroom.text.tokenizer import Tokenizer
 from tests.text.reference_bpe import sentencepiece_encode
@@ -122,3 +124,29 @@ def test_a_metaspace_decoder_drops_the_blank_that_it_would_prepend(
     path.write_text(json.dumps(file))
     tokenizer = Tokenizer.from_file(path, {"eos_token_ids": [0]})
     assert tokenizer.decode([1, 2, 3]) == text
+
+
+@pytest.mark.parametrize(
+    ("strip", "text"),
+    [
+        ({"content": " ", "start": 1, "stop": 0}, "he"),
+        ({"content": " ", "start": 0, "stop": 1}, " he"),
+        ({"content": "h", "start": 1, "stop": 0}, " he"),
+    ],
+    ids=str,
+)
+def test_a_decoder_that_strips_drops_a_blank_only_at_the_start(
+    tmp_path: Path, strip: dict[str, Any], text: str
+) -> None:
+    marks = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    steps = [marks, {"type": "Fuse"}, {"type": "Strip", **strip}]
+    file = {
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {"</s>": 0, "▁": 1, "h": 2, "e": 3}, "merges": []},
+    }
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(file))
+    tokenizer = Tokenizer.from_file(path, {"eos_token_ids": [0]})
+    assert tokenizer.decode([1, 2, 3]) == text
+    assert Coder.from_file(str(path)).decode([1, 2, 3]) == text  # the library itself

@@ -207,6 +207,20 @@ def test_many_random_schemas_are_matched(model: str) -> None:
     check_random(model, 600)
 
 
+ONE_OF_THREE = {
+    "oneOf": [
+        {"type": "string", "maxLength": 3},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        {"type": "array", "items": {"type": "integer"}, "maxItems": 1},
+    ]
+}
+
+
 @pytest.mark.parametrize("model", NATIVE_MODELS)
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
@@ -219,6 +233,7 @@ def test_many_random_schemas_are_matched(model: str) -> None:
         (MIXED["bounded"], ["ab", 5, 20], [4, 21]),
         (MIXED["strings"], ["ab", ["ab", "c"]], ["abcde", ["a", "b", "c"], ["abc"]]),
         (OTHERS["list"], [["a"], ["a", "bab"]], [[], ["c"], ["a"] * 4]),
+        (ONE_OF_THREE, ["ab", {"a": 1}, [2]], ["abcd", {"b": 1}, {}, [1, 2], ["a"]]),
     ],
 )  # fmt: skip
 def test_calls_of_the_template_are_taken_if_they_match(
