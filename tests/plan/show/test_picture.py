@@ -13,7 +13,8 @@ from headroom.plan.known import known_shape
 from headroom.plan.lines import Line
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
 from headroom.plan.show.palette import LOOKS
-from headroom.plan.show.picture import plan_svg
+from headroom.plan.show.picture import Figure, draw_figures, plan_svg
+from headroom.plan.show.svg import Drawing
 from headroom.units import gib
 from tests.plan.drawn_plans import drawn_plans
 from tests.plan.shapes import cpu, gpu, host, laguna, smollm2
@@ -90,6 +91,21 @@ def test_a_plan_shows_model_context_speed_free_memory_and_every_line() -> None:
     joined = " ".join(texts)
     assert all(line.why in joined for line in device.lines if line.bytes)
     assert all(note in joined for note in plan.notes)
+
+
+def test_the_texts_of_a_figure_are_inside_its_box_and_begin_at_one_edge() -> None:
+    drawing = Drawing(960, "figures")
+    figures = [Figure(f"label {n}", f"{n},000", f"below {n}") for n in range(3)]
+    end = draw_figures(drawing, iter(figures), 100)
+    root = read_picture(drawing.finish(end))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "panel"]
+    texts = [text for text in written(root) if text.y > 100]
+    assert len(boxes) == len(figures)
+    for box, of_box in zip(boxes, zip(*[iter(texts)] * 3, strict=True), strict=True):
+        left, width, top = (number(box, key) for key in ("x", "width", "y"))
+        assert {text.left for text in of_box} == {left + 12}
+        assert all(text.right <= left + width - 12 for text in of_box)
+        assert top < of_box[0].y < of_box[1].y < of_box[2].y < top + number(box, "height") <= end
 
 
 def test_a_plan_that_does_not_fit_says_what_is_missing_and_promises_no_speed() -> None:
