@@ -19,7 +19,7 @@ from headroom.units import counted
 CHAT_VERSION = 1  # of the files that `save` writes
 DEFAULT = "default"  # the value that sets a setting back
 ANSWER_ROOM = 4096  # most tokens that are kept free for an answer whose length is not limited
-ANSWER_SHARE = 4  # at most one in so many tokens of the context is kept free for the answer
+ROOM_SHARE = 4  # at most one in so many tokens of the context is kept free for the answer
 FILE_SUFFIX = ".json"
 THINK = {"on": True, "off": False, "auto": None}  # auto: what the model's template does
 # Settings of the chat itself, beside those of sampling: what each may be, and what it does.
@@ -75,7 +75,7 @@ class ChatSession:
 
         If the question alone leaves no room for a single token, it is refused.
         """
-        room = min(self.params.max_tokens or ANSWER_ROOM, context // ANSWER_SHARE)
+        room = min(self.params.max_tokens or ANSWER_ROOM, context // ROOM_SHARE)
 
         def fits(left_out: int) -> bool:
             return count(self.messages(question, left_out)) + room <= context

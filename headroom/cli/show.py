@@ -14,9 +14,9 @@ from headroom.cli.loading import ready_model
 from headroom.cli.progress import progress_bar
 from headroom.cli.settings import with_settings
 from headroom.options import Options
-from headroom.units import gib
+from headroom.units import MIB, gib
 
-READ_BYTES = 1 << 22
+HASHED_BYTES = 4 * MIB  # read and hashed at a time
 
 
 @with_settings("model", "program", log_level="warning")
@@ -88,7 +88,7 @@ def file_digests(files: list[Path]) -> dict[str, str]:
         for file in files:
             digest = hashlib.sha256()
             with file.open("rb") as opened:
-                while chunk := opened.read(READ_BYTES):
+                while chunk := opened.read(HASHED_BYTES):
                     digest.update(chunk)
                     done += len(chunk)
                     progress(done, total)

@@ -29,7 +29,7 @@ from headroom.kernels.cuda.sampler_tables import (
 from headroom.layers.step_timing import part_of_step
 from headroom.machine.devices import torch_name
 
-Numbers = npt.NDArray[np.generic]
+AnyArray = npt.NDArray[np.generic]
 TokenMask = npt.NDArray[np.uint32]  # a set of tokens: token t is bit t % 32 of word t // 32
 ALL_TOKENS = np.uint32(0xFFFFFFFF)  # every bit of a word
 
@@ -88,7 +88,7 @@ class DeviceSampler:
     masks: torch.Tensor  # int32 [rows, words]: tokens that limited rows may draw
     _host_masks: torch.Tensor  # in pinned memory: filled here, then copied to `masks`
     _host: Tables  # in pinned memory: filled here, then copied to `tables`
-    _arrays: dict[str, Numbers]  # the memory of `_host` as numpy sees it
+    _arrays: dict[str, AnyArray]  # the memory of `_host` as numpy sees it
     # The memory of all tables of one number per row, on the host and on the device.
     _numbers: tuple[torch.Tensor, torch.Tensor]
     _held: list[_Held]
