@@ -70,7 +70,7 @@ def experts_svg(use: PlannedResidency) -> str:
     """
     drawing = Drawing(WIDTH, f"{use.model} on {use.device}: routed experts")
     below = f"routed experts on {use.device}: which are chosen, and which are hot"
-    y = draw_heading(drawing, use.model, below, "")
+    y = draw_heading(drawing, use.model, below)
     y = draw_figures(drawing, _figures(use), y)
     y = _draw_scales(drawing, use, y + 34)
     rows = [(layer, row) for layer, row in enumerate(use.counts) if row]

@@ -287,7 +287,7 @@ def stage_lines(
     core = core_bytes(layers, settings) + outer_bytes(model, settings, place)
     norm = " and the final norm" if ends else ""
     lines = [
-        Line("core_weights", core, f"layers {first} to {last}{norm}, {settings.weights}"),
+        Line("core_weights", core, f"{layer_range.words}{norm}, {settings.weights}"),
         *_memory_lines(layers, settings),
         staging_line(model, layer_range, settings),
         workspace_line(model, layers, device, settings, request),

@@ -70,6 +70,12 @@ class Plan:
         return self.settings.threads if known else None
 
     @property
+    def missing_bytes(self) -> int:
+        """What the devices and the host lack, together; 0 if the plan fits."""
+        devices = sum(max(0, -device.free_bytes) for device in self.devices)
+        return devices + (max(0, -self.host.free_bytes) if self.host.lines else 0)
+
+    @property
     def hot_experts(self) -> int:
         """Routed experts in the memory of the devices that run their layers."""
         return sum(device.hot_experts for device in self.devices)

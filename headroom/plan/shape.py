@@ -24,6 +24,13 @@ class LayerRange(NamedTuple):
         """Layers in the range."""
         return self.last - self.first + 1
 
+    @property
+    def words(self) -> str:
+        """The range for people: "layer 0" or "layers 0 to 39"."""
+        if self.first == self.last:
+            return f"layer {self.first}"
+        return f"layers {self.first} to {self.last}"
+
 
 @dataclass(frozen=True, slots=True)
 class Padding:

@@ -23,7 +23,6 @@ from headroom.units import gib
 LABELS, FIGURES = 170, 150  # pixels to the left and to the right of the bars
 BARS = ROOM - LABELS - FIGURES
 BAR_HEIGHT, HOST_HEIGHT, ROW, BETWEEN = 26, 14, 20, 22
-SUBTITLE = 14  # pixels: the size of the line below the title
 
 
 def comparison_svg(plans: Mapping[str, Plan]) -> str:
@@ -38,9 +37,8 @@ def comparison_svg(plans: Mapping[str, Plan]) -> str:
     most_device = max(x.drawn_bytes for plan in plans.values() for x in _devices(plan))
     most_host = max((x.drawn_bytes for plan in plans.values() for x in _hosts(plan)), default=0)
     below = "plans side by side; every box is a line of a plan, as wide as its bytes"
-    y = draw_heading(drawing, models, below, "")
     role = "good" if fitting == len(plans) else "ink" if fitting else "alarm"
-    _draw_badge(drawing, told, y - SUBTITLE * 1.35, role)
+    y = draw_heading(drawing, models, below, told, role)
     y += 12
     for label, plan in plans.items():
         y = _draw_plan(drawing, label, plan, y, most_device, most_host) + BETWEEN
@@ -52,15 +50,6 @@ def comparison_svg(plans: Mapping[str, Plan]) -> str:
         drawing.text(left - 12, y + 16, "host memory", Style(11, role="soft", anchor="end"))
         draw_scale(drawing, left, y, most_host, BARS / most_host, 6)
     return drawing.finish(_draw_legend(drawing, plans, y + 48) + MARGIN - 8)
-
-
-def _draw_badge(drawing: Drawing, told: str, baseline: float, role: str) -> None:
-    """Write how many plans fit, to the right of the line below the title."""
-    style = Style(15, bold=True, anchor="middle", role=role)
-    wide = text_width(told, style) + 28
-    right = WIDTH - MARGIN
-    drawing.box(right - wide, baseline - 20, wide, 30, role="panel", radius=15)
-    drawing.text(right - wide / 2, baseline, told, style)
 
 
 def _devices(plan: Plan) -> list[Memory]:
@@ -78,9 +67,13 @@ def _draw_plan(
     left, right = MARGIN + LABELS, WIDTH - MARGIN
     room = LABELS - 16
     drawing.rule(MARGIN, top, right, top)
-    below = drawing.paragraph(MARGIN, top + 36, label.replace("+", " + "), room, HEADING)
-    context = f"context {plan.settings.context:,}"
-    drawing.text(MARGIN, below - 2, shortened(context, room, SMALL), SMALL)
+    shown = label.replace("+", " + ")
+    if label == str(plan.settings.context):
+        shown = f"context {plan.settings.context:,}"
+    below = drawing.paragraph(MARGIN, top + 36, shown, room, HEADING)
+    if label != str(plan.settings.context):  # as where only devices differ
+        context = f"context {plan.settings.context:,}"
+        drawing.text(MARGIN, below - 2, shortened(context, room, SMALL), SMALL)
     end = Style(15, bold=True, anchor="end", role="ink" if plan.fits else "alarm")
     small = Style(12, anchor="end", role="soft" if plan.fits else "alarm")
     room = FIGURES - 12

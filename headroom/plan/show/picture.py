@@ -67,7 +67,8 @@ def plan_svg(plan: Plan) -> str:
     """Return the plan as an SVG document."""
     title = f"{plan.model}: {verdict(plan)}"
     drawing = Drawing(WIDTH, title)
-    y = draw_heading(drawing, plan.model, where(plan), verdict(plan), fits=plan.fits)
+    role = "good" if plan.fits else "alarm"
+    y = draw_heading(drawing, plan.model, where(plan), verdict(plan), role)
     y = draw_figures(drawing, figures(plan), y)
     for memory in memories(plan):
         y = _draw_memory(drawing, memory, y + 36)
@@ -81,8 +82,7 @@ def memories(plan: Plan) -> list[Memory]:
 
 
 def _device(device: DevicePlan) -> Memory:
-    first, last = device.layers
-    facts = f"layers {first} to {last}"
+    facts = device.layers.words
     if not _named_by_size(device):
         facts = f"{gib(device.total_bytes)}, {facts}"
     if device.total_experts:
@@ -101,8 +101,7 @@ def _host(host: HostPlan) -> Memory:
 
 def verdict(plan: Plan) -> str:
     """Return whether the plan fits or, if not, how much is missing."""
-    missing = sum(-memory.free_bytes for memory in memories(plan) if memory.free_bytes < 0)
-    return "fits" if plan.fits else f"does not fit: {gib(missing)} missing"
+    return "fits" if plan.fits else f"does not fit: {gib(plan.missing_bytes)} missing"
 
 
 def where(plan: Plan) -> str:
@@ -136,15 +135,18 @@ def figures(plan: Plan) -> Iterator[Figure]:
         yield Figure("needed", gib(taken), f"of {worst.name}")
         yield Figure("missing", gib(-worst.free_bytes), f"of {worst.name}", "alarm")
     else:
-        first = memories(plan)[0]
-        yield Figure("free", gib(first.free_bytes), f"of {gib(first.total_bytes)}")
+        devices = memories(plan)[: len(plan.devices)]
+        free = sum(device.free_bytes for device in devices)
+        whole = gib(sum(device.total_bytes for device in devices))
+        where = f" on {len(devices)} devices" if len(devices) > 1 else ""
+        yield Figure("free", gib(free), f"of {whole}{where}")
 
 
 def draw_heading(
-    drawing: Drawing, title: str, below: str, told: str, *, fits: bool = True
+    drawing: Drawing, title: str, below: str, told: str = "", role: str = "good"
 ) -> float:
     """Write title and subtitle, with the verdict to the right; return where they end."""
-    pill = Style(15, bold=True, anchor="middle", role="good" if fits else "alarm")
+    pill = Style(15, bold=True, anchor="middle", role=role)
     wide = text_width(told, pill) + 28 if told else 0.0
     right, y = drawing.width - MARGIN, MARGIN + 20.0
     if told:
@@ -238,7 +240,8 @@ def _draw_notes(drawing: Drawing, plan: Plan, top: float) -> float:
     settings = plan.settings
     told = [
         f"weights {settings.weights}, computed in {settings.compute_type}; cached keys "
-        f"{settings.k_type}, values {settings.v_type}; bound by {plan.predicted.bound_by}",
+        f"{settings.k_type}, values {settings.v_type}"
+        + (f"; bound by {plan.predicted.bound_by}" if plan.fits else ""),
         *(f"lossy: {choice}" for choice in plan.lossy),
         *plan.notes,
     ]

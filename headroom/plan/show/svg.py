@@ -1,5 +1,6 @@
 """Drawing: boxes and texts of an SVG picture that is readable on light and on dark pages."""
 
+import re
 from dataclasses import dataclass
 from html import escape
 from math import floor, log10
@@ -19,6 +20,8 @@ ROLE_COLOURS = {
     "good": ("#1d7a3a", "#6fd08a"),
     "alarm": ("#bf2f24", "#ff8a7d"),
 }
+
+_WORDS = re.compile(r"[\d.,]+ [KMGT]?i?B\b\S*|\S+")
 
 # Widths of characters in ems, those of a wide sans-serif font.
 _NARROW, _SLIM, _WIDE = frozenset("iljI.,:;'|!"), frozenset('frt()[]{}/ -"*'), frozenset("mwMW@%")
@@ -56,9 +59,12 @@ def _ems(character: str) -> float:
 
 
 def wrapped(words: str, room: float, style: Style = PLAIN_STYLE) -> list[str]:
-    """Return a text in lines that are at most `room` pixels wide; long words are cut."""
+    """Return a text in lines that are at most `room` pixels wide; long words are cut.
+
+    A size and its unit count as one word.
+    """
     lines = [""]
-    for word in words.split():
+    for word in _WORDS.findall(words):
         joined = f"{lines[-1]} {word}".strip()
         if text_width(joined, style) <= room:
             lines[-1] = joined

@@ -54,7 +54,10 @@ def compare_table(plans: Mapping[str, Plan]) -> Table:
         table.add_row(name, *(gib(total[name]) if name in total else "-" for total in totals))
     table.add_row("hot experts", *(_hot_share(plan) for plan in made))
     table.add_row("fits", *("yes" if plan.fits else "no" for plan in made))
-    table.add_row("decode tokens/s", *(f"{x.predicted.decode_tokens_per_s:.1f}" for x in made))
+    if not all(plan.fits for plan in made):
+        table.add_row("missing", *("-" if x.fits else gib(x.missing_bytes) for x in made))
+    speeds = (f"{x.predicted.decode_tokens_per_s:.1f}" if x.fits else "-" for x in made)
+    table.add_row("decode tokens/s", *speeds)
     return table
 
 
@@ -94,7 +97,7 @@ def _hot_share(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     settings = plan.settings
-    verdict = "fits" if plan.fits else "does not fit"
+    verdict = "fits" if plan.fits else f"does not fit, {gib(plan.missing_bytes)} are missing"
     types = "; ".join(
         dict.fromkeys(
             f"keys {device.settings.k_type}, values {device.settings.v_type}"
@@ -108,8 +111,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _title(device: DevicePlan) -> str:
-    first, last = device.layers
-    title = f"{device.name}, {gib(device.total_bytes)}: layers {first} to {last}"
+    title = f"{device.name}, {gib(device.total_bytes)}: {device.layers.words}"
     if device.total_experts:
         title += f", {device.hot_experts} of {device.total_experts} experts hot"
     return title
@@ -178,12 +180,13 @@ def _footer(plan: Plan) -> Iterable[str]:
         pinned = ", pinned" if settings.pin_threads else ""
         threads = f"; {counted(plan.known_threads, 'thread')}{pinned}"
     yield f"weights {settings.weights}, computed in {computed}{handed}{threads}"
-    yield (
-        f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "
-        f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "
-        f"bound by {predicted.bound_by}"
-    )
-    if len(predicted.stages) > 1:
+    if plan.fits:
+        yield (
+            f"{predicted.decode_tokens_per_s:.1f} tokens/s decode, "
+            f"{predicted.prefill_tokens_per_s:.0f} tokens/s prefill ({word}), "
+            f"bound by {predicted.bound_by}"
+        )
+    if plan.fits and len(predicted.stages) > 1:
         times = ", ".join(
             f"{1e3 * stage.decode_s:.2f} ms on {stage.device} "
             f"({100 * predicted.decode_share(stage):.0f} %)"

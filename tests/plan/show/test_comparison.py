@@ -56,7 +56,7 @@ def test_each_plan_has_its_label_its_speed_and_what_is_free_or_missing() -> None
     plans = {"1GiB": plan_on(1), "12GiB": plan_on(12), "24GiB": plan_on(24)}
     assert [plan.fits for plan in plans.values()] == [False, True, True]
     texts = check_comparison(plans)
-    assert texts[0] == "laguna-xs.2:q4_k_m"
+    assert texts[:2] == ["2 of 3 fit", "laguna-xs.2:q4_k_m"]
     assert "does not fit" in texts
     assert f"{gib(-plans['1GiB'].devices[0].free_bytes)} missing" in texts
     for label in ("12GiB", "24GiB"):
@@ -67,6 +67,14 @@ def test_each_plan_has_its_label_its_speed_and_what_is_free_or_missing() -> None
         x.name for p in plans.values() for x in (*p.devices[0].lines, *p.host.lines) if x.bytes
     }
     assert {LOOKS[name].title for name in names} <= set(texts)
+
+
+def test_a_plan_whose_label_is_its_context_says_it_once() -> None:
+    plan = plan_on(12)
+    texts = check_comparison({"8192": plan, "12GiB": plan})
+    assert plan.settings.context == 8192
+    assert texts.count("context 8,192") == 2
+    assert "8192" not in texts
 
 
 def test_a_speed_is_marked_as_estimated_where_it_is() -> None:

@@ -123,6 +123,15 @@ def test_a_plan_that_does_not_fit_says_what_is_missing_and_promises_no_speed() -
     assert not any("tokens/s" in words for words in texts)
 
 
+def test_what_is_free_counts_all_devices() -> None:
+    options = Options(activation_dtype="bf16")
+    plan = make_plan([laguna()], [gpu(9), gpu(24, "cuda:1"), host(64)], options)
+    texts = check_picture(plan)
+    free = sum(device.free_bytes for device in plan.devices)
+    at = texts.index("free")
+    assert texts[at + 1 : at + 3] == [gib(free), "of 33.00 GiB on 2 devices"]
+
+
 def test_a_device_that_is_named_by_its_size_says_it_once_and_a_draft_is_named() -> None:
     shapes = [known_shape("qwen3.6-27b:q4_k_m"), known_shape("qwen3.6-27b-dflash")]
     device = replace(gpu(80), name="80.00GiB")

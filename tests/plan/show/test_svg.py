@@ -36,6 +36,14 @@ def test_wrapped_lines_keep_every_character_and_stay_within_their_room(
     assert all(text_width(line, style) <= room for line in lines)
 
 
+def test_a_size_and_its_unit_stay_on_one_line() -> None:
+    text = "attention 184.1 MiB, loading 128.0 MiB, 12 KiB"
+    for room in range(90, 400, 5):
+        lines = wrapped(text, room)
+        assert " ".join(lines) == text
+        assert all(line[0] not in "MK" for line in lines), lines
+
+
 @given(words, st.floats(0, 400))
 def test_a_shortened_text_is_whole_or_begins_like_it(text: str, room: float) -> None:
     short = shortened(text, room)

@@ -12,6 +12,7 @@ from rich.segment import Segment
 from headroom.options import Options
 from headroom.plan.lines import Line
 from headroom.plan.plan import Plan, make_plan
+from headroom.plan.shape import LayerRange
 from headroom.plan.show.palette import LOOKS
 from headroom.plan.show.report import plan_json
 from headroom.plan.show.table import compare_table, plan_table, plan_text
@@ -102,8 +103,28 @@ def test_the_verdict_comes_first_and_types_and_speeds_come_last() -> None:
         *(f"lossy: {choice}" for choice in plan.lossy),
         *(f"note: {note}" for note in plan.notes),
     ]
-    small = plan_text(too_small(), WIDE)
-    assert small.startswith("smollm2 does not fit: context 8192, parallel 4, chunk 512, ")
+
+
+def test_a_plan_that_does_not_fit_says_what_is_missing_and_promises_no_speed() -> None:
+    plan = too_small()
+    missing = sum(line.bytes for line in plan.devices[0].lines) - GIB // 2
+    text = plan_text(plan, WIDE)
+    told = (
+        f"smollm2 does not fit, {gib(missing)} are missing: context 8192, parallel 4, chunk 512, "
+    )
+    assert text.startswith(told)
+    assert plan_text(two_gpus(), WIDE).count("tokens/s") == 2
+    assert "tokens/s" not in text
+
+
+def test_one_layer_is_said_to_be_one() -> None:
+    plan = two_gpus()
+    first, second = plan.devices
+    one = replace(first, layers=LayerRange(0, 0))
+    rest = replace(second, layers=LayerRange(1, 39))
+    text = plan_text(replace(plan, devices=(one, rest)), WIDE)
+    assert "cuda:0, 9.00 GiB: layer 0, " in text
+    assert "cuda:1, 7.00 GiB: layers 1 to 39, " in text
 
 
 def test_a_type_that_the_user_chose_and_measured_speeds_are_said_to_be_so() -> None:
@@ -160,8 +181,8 @@ def test_plans_side_by_side_have_the_sums_of_all_devices_and_the_host() -> None:
     hot = sum(device.hot_experts for device in plans["two"].devices)
     expected["hot experts"] = [f"{hot} of 9984", "-"]
     expected["fits"] = ["yes", "no"]
-    speeds = [f"{plan.predicted.decode_tokens_per_s:.1f}" for plan in plans.values()]
-    expected["decode tokens/s"] = speeds
+    expected["missing"] = ["-", gib(-plans["small"].devices[0].free_bytes)]
+    expected["decode tokens/s"] = [f"{plans['two'].predicted.decode_tokens_per_s:.1f}", "-"]
     names = max(map(len, expected))
     first, second = (max(len(row[n]) for row in expected.values()) for n in (0, 1))
     assert [row.rstrip() for row in rows] == [
