@@ -189,6 +189,70 @@ def test_an_answer_streams_and_escape_stops_it(page: "Page", running: Running) -
     assert running.engine.prompts[-1].endswith(tuple("0123456789 "))  # it goes on with the text
 
 
+def below_sight(page: "Page") -> float:
+    """Return how many pixels of the conversation are below what is seen."""
+    told: float = page.evaluate(
+        "() => { const log = document.querySelector('#log');"
+        " return log.scrollHeight - log.clientHeight - log.scrollTop; }"
+    )
+    return told
+
+
+def test_the_end_stays_in_sight_until_the_reader_scrolls_away(
+    page: "Page", running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headroom.server.service.UNREAD_EVENTS", 1_000_000)
+    running.engine.script = lambda prompt: "A river's soul, it is pure, " * 400
+    ask(page, "first")
+    assert below_sight(page) < 2
+    assert page.locator("#log").evaluate("log => log.scrollHeight > 1.5 * log.clientHeight")
+    running.engine.pause_s = 0.003
+    ask(page, "second", wait=False)
+    page.wait_for_function(
+        "() => document.querySelector('.message.running .markdown')?.innerText.length > 1500"
+    )
+    # Messages before the last two are laid out only when they are seen.
+    assert below_sight(page) < 60
+    assert page.locator("#jump").is_hidden()
+    page.mouse.move(700, 300)
+    page.mouse.wheel(0, -600)
+    page.wait_for_selector("#jump", state="visible")
+    seen = page.locator("#log").evaluate("log => log.scrollTop")
+    page.wait_for_function(
+        "() => document.querySelector('.message.running .markdown')?.innerText.length > 3000"
+    )
+    assert page.locator("#log").evaluate("log => log.scrollTop") == seen
+    page.click("#jump")
+    page.wait_for_selector("#jump", state="hidden")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".message.assistant:last-child .buttons")
+    assert below_sight(page) < 2
+
+
+def test_a_long_conversation_opens_at_its_end(page: "Page", running: Running) -> None:
+    running.engine.script = lambda prompt: "A river's soul, it is pure, " * 60
+    for word in ("first", "second", "third", "fourth"):
+        ask(page, word)
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    page.wait_for_function("() => document.querySelectorAll('.message').length === 8")
+    page.wait_for_timeout(200)  # messages get their heights as they are drawn
+    assert below_sight(page) < 2
+    assert page.locator("#jump").is_hidden()
+
+
+def test_verses_and_hard_breaks_take_one_line_each(page: "Page", running: Running) -> None:
+    running.engine.script = lambda prompt: (
+        "one\ntwo\nthree\n\nhard  \nbreaks\\\nhere\n\nsingle\n\n- a\n  b\n- c"
+    )
+    ask(page, "a poem")
+    heights = page.locator(".markdown p").evaluate_all("all => all.map(p => p.offsetHeight)")
+    verses, breaks, single = heights
+    assert verses == breaks == 3 * single
+    first, second = page.locator(".markdown li").evaluate_all("all => all.map(p => p.offsetHeight)")
+    assert first == 2 * second
+
+
 def test_the_button_stops_too_and_an_answer_in_the_background_goes_on(
     page: "Page", running: Running
 ) -> None:
@@ -473,6 +537,38 @@ def test_tool_calls_are_shown_and_their_results_sent(page: "Page", running: Runn
     page.get_by_role("button", name="Send result").click()
     page.wait_for_function("() => document.body.innerText.includes('The tool said rain.')")
     assert "<tool_response>\nrain" in running.engine.prompts[-1]
+    result = page.locator(".message.tool")
+    result.get_by_text("Result").click()
+    assert result.locator("pre").inner_text() == "rain"
+    assert result.locator("button").count() == 1  # that copies the result
+
+
+def test_a_call_and_its_result_are_pictured(open_page: OpenPage, running: Running) -> None:
+    """The variable PAGE_SHOTS names the folder that keeps the picture."""
+    running.engine.pause_s = 0.002
+    tool = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {}}}}
+    page = open_page(color_scheme="dark", viewport=WIDE, reduced_motion="reduce")
+    page.click("#panel-open")
+    page.click("text=Stop texts and tools")
+    page.fill("#setting-tools", json.dumps([tool]))
+    page.locator("#setting-tools").blur()
+    page.click("#panel-close")
+    ask(page, "think")
+    page.click(".thought summary")
+    assert page.locator(".thought .markdown strong").inner_text() == "both"
+    ask(page, "weather")
+    page.get_by_label("Result of get_weather").fill('{"celsius": 3}')
+    page.get_by_role("button", name="Send result").click()
+    page.wait_for_selector(".message.assistant:last-child .buttons")
+    place = page.locator(".message.tool summary").bounding_box()
+    page.click(".message.tool summary")
+    page.wait_for_selector(".message.tool pre", state="visible")
+    assert page.locator(".message.tool summary").bounding_box() == place  # it stays where it is
+    assert overflow(page) == []
+    if page.locator("#jump").is_visible():
+        page.click("#jump")
+    if folder := os.environ.get("PAGE_SHOTS"):
+        page.screenshot(path=Path(folder) / "tools.png")
 
 
 def test_code_is_coloured_and_copied(page: "Page") -> None:
@@ -1041,6 +1137,18 @@ def test_cold_experts_are_shown_and_the_curves_follow_the_hit_rate(
     place = "hot" if 8 in invented.hot[0] else "cold"
     told = page.locator("#heat-cell").inner_text()
     assert re.fullmatch(rf"Layer 0, expert 8: [\d,]+ picks? \([\d.]+ %\), {place}\.", told)
+    cells = page.locator("canvas.heat").bounding_box()
+    assert cells is not None
+    right, below = cells["x"] + cells["width"], cells["y"] + cells["height"]
+    for across, down, expected in (
+        (right - 1, cells["y"] + 1, "Layer 0, expert 127: "),
+        (right - 1, below - 18, "Layer 23, expert 127: "),
+        (cells["x"] + 29, below - 18, "Layer 23, expert 0: "),
+        (cells["x"] + 29, below - 2, "Layer 23, expert 0: "),  # below: numbers of experts
+        (cells["x"] + 2, cells["y"] + 1, "Layer 23, expert 0: "),  # to the left: those of layers
+    ):
+        page.mouse.move(across, down)
+        assert page.locator("#heat-cell").inner_text().startswith(expected)
     assert overflow(page) == []
     if folder := os.environ.get("PAGE_SHOTS"):
         wait_until(lambda: invented.views > 20, timeout_s=60)

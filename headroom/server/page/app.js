@@ -29,6 +29,7 @@ class Page {
     this.model = null; // the name of the chosen one
     this.props = null; // of the chosen model; null: not known yet
     this.sticky = true; // the end of the conversation stays in sight
+    this.room = 0; // how far the log can be scrolled, in pixels, by its last layout
     this.frame = 0;
     this.sidebar = new Sidebar(store, {
       open: (id) => this.open(id),
@@ -402,9 +403,21 @@ class Page {
     }), wait);
   }
 
+  /** The layout has changed: keep the end in sight, unless the reader has left it. */
+  followEnd() {
+    this.room = this.log.scrollHeight - this.log.clientHeight;
+    this.sticky ||= this.atEnd;
+    this.scrollToEnd();
+  }
+
   scrollToEnd() {
     if (this.sticky) this.log.scrollTop = this.log.scrollHeight;
     byId("jump").hidden = this.sticky;
+  }
+
+  get atEnd() {
+    const { scrollHeight, scrollTop, clientHeight } = this.log;
+    return scrollHeight - scrollTop - clientHeight < 60;
   }
 
   /* The message field. */
@@ -611,10 +624,18 @@ class Page {
       this.input.focus();
     });
     on("log", "scroll", () => {
-      const { scrollHeight, scrollTop, clientHeight } = this.log;
-      this.sticky = scrollHeight - scrollTop - clientHeight < 60;
+      const { scrollHeight, clientHeight } = this.log;
+      if (scrollHeight - clientHeight !== this.room) return; // the layout moved it, not the reader
+      this.sticky = this.atEnd;
       byId("jump").hidden = this.sticky;
     });
+    // What the reader opens stays where it is; below it, a running answer is still followed.
+    on("messages", "click", (event) => {
+      if (event.target.closest("summary") && !this.answers.has(this.current.id)) this.sticky = false;
+    });
+    const resized = new ResizeObserver(() => this.followEnd());
+    resized.observe(byId("messages"));
+    resized.observe(this.log);
     document.querySelector('[role="tablist"]').addEventListener("click", (event) => {
       const tab = event.target.closest('[role="tab"]');
       if (tab) this.selectTab(tab.id.slice(4));

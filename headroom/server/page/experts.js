@@ -8,6 +8,7 @@ const WAIT = 1000; // milliseconds between two readings
 const RATES = 60; // hit rates that the small curve shows
 const FADE = 0.6; // what one reading leaves of the recent picks
 const ROW = 12; // pixels of a layer
+const [LEFT, BELOW] = [28, 16]; // pixels beside the cells, for the numbers of layers and of experts
 // Why picked experts were in GPU memory, and where the others were found: keys of the server, names.
 const CAUSES = [["pinned", "own slot"], ["cached", "cached"], ["prefetched", "prefetched"]];
 const PATHS = [["filled", "filled over link"], ["in_place", "read over link"], ["cpu", "CPU"]];
@@ -118,8 +119,8 @@ export class ExpertsView {
       this.mix,
       this.mixed,
       el("div", { class: "heat-head" }, el("span", { class: "chips", role: "group", "aria-label": "Picks shown" }, ...this.choices), legend(now)),
-      this.map,
       this.told,
+      this.map,
       this.layers,
     );
     this.map.addEventListener("pointermove", (event) => this.point(event));
@@ -176,29 +177,48 @@ export class ExpertsView {
   drawMap() {
     const { now, map } = this;
     const width = Math.max(100, map.clientWidth);
-    const height = ROW * now.layers.length;
+    const height = ROW * now.layers.length + BELOW;
     map.style.height = `${height}px`;
     const draw = scaled(map, width, height);
     const colours = palette(map);
+    this.drawNames(draw, width, colours.soft);
     now.layers.forEach((layer, row) => {
       const values = this.values(row);
       const peak = values.reduce((most, value) => Math.max(most, value), 0);
-      const cell = width / values.length;
+      const cell = (width - LEFT) / values.length;
       const gap = cell > 4 ? 1 : 0;
       values.forEach((value, expert) => {
         // Square roots keep seldom picked experts visible beside the few that are always picked.
         const depth = peak > 0 ? Math.sqrt(value / peak) : 0;
         draw.globalAlpha = 0.1 + 0.9 * depth;
         draw.fillStyle = layer.hot[expert] === "h" ? colours.hot : colours.cold;
-        draw.fillRect(expert * cell, row * ROW, Math.max(0.5, cell - gap), ROW - 1);
+        draw.fillRect(LEFT + expert * cell, row * ROW, Math.max(0.5, cell - gap), ROW - 1);
       });
     });
     draw.globalAlpha = 1;
     if (this.cell) {
-      const cell = width / now.layers[this.cell.row].picks.length;
+      const cell = (width - LEFT) / now.layers[this.cell.row].picks.length;
       draw.strokeStyle = colours.text;
       draw.lineWidth = 1.5;
-      draw.strokeRect(this.cell.expert * cell - 0.5, this.cell.row * ROW - 0.5, cell + 0.5, ROW);
+      draw.strokeRect(LEFT + this.cell.expert * cell - 0.5, this.cell.row * ROW - 0.5, cell + 0.5, ROW);
+    }
+  }
+
+  /** Write the numbers of layers to the left of the map, and those of experts below it. */
+  drawNames(draw, width, colour) {
+    const { layers } = this.now;
+    const experts = Math.max(...layers.map((layer) => layer.picks.length));
+    const cell = (width - LEFT) / experts;
+    draw.fillStyle = colour;
+    draw.font = "10px system-ui, sans-serif";
+    draw.textBaseline = "middle";
+    draw.textAlign = "right";
+    for (let row = 0; row < layers.length; row += stride(40 / ROW)) {
+      draw.fillText(String(layers[row].layer), LEFT - 6, (row + 0.5) * ROW);
+    }
+    draw.textAlign = "center";
+    for (let expert = 0; expert < experts; expert += stride(40 / cell)) {
+      draw.fillText(String(expert), LEFT + (expert + 0.5) * cell, ROW * layers.length + BELOW / 2 + 1);
     }
   }
 
@@ -285,7 +305,7 @@ export class ExpertsView {
     const row = Math.floor((event.clientY - box.top) / ROW);
     const layer = this.now.layers[row];
     if (!layer) return;
-    const expert = Math.floor(((event.clientX - box.left) / box.width) * layer.picks.length);
+    const expert = Math.floor(((event.clientX - box.left - LEFT) / (box.width - LEFT)) * layer.picks.length);
     if (expert >= 0 && expert < layer.picks.length) this.select({ row, expert });
   }
 
@@ -324,6 +344,13 @@ function mix(before, now) {
   const experts = misses.reduce((sum, count) => sum + count, 0);
   const missed = 1 - Math.min(1, hits.reduce((sum, share) => sum + share, 0));
   return [...hits, ...misses.map((count) => (experts > 0 ? (missed * count) / experts : 0))];
+}
+
+/** Return the least power of two that is at least `least`: the distance of two numbers beside the map. */
+function stride(least) {
+  let found = 1;
+  while (found < least) found *= 2;
+  return found;
 }
 
 function legend(now) {

@@ -182,8 +182,10 @@ export class MessageView {
     const others = alternatives(conversation, node);
     if (others.length > 1) parts.push(this.branches(others));
     const buttons = [];
-    if (node.content) buttons.push(copyButton(node.role === "assistant" ? "Copy answer" : "Copy message", () => node.content));
-    if (node.role !== "tool") buttons.push(iconButton("edit", "Edit", () => this.edit()));
+    if (node.role !== "tool") {
+      if (node.content) buttons.push(copyButton(node.role === "assistant" ? "Copy answer" : "Copy message", () => node.content));
+      buttons.push(iconButton("edit", "Edit", () => this.edit()));
+    } // the result of a tool is a block of code, with a button of its own
     if (node.role === "assistant") buttons.push(iconButton("redo", "Regenerate", () => actions.regenerate(node)));
     parts.push(el("span", { class: "buttons" }, ...buttons));
     if (node.stats) parts.push(this.numbers());

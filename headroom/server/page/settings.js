@@ -1,6 +1,7 @@
 // The settings of a conversation: what is sent with each request, and the form that changes it.
 
 import { byId, el } from "./dom.js";
+import { counted } from "./message.js";
 
 // Sampling settings; an empty field leaves the choice to the model's own defaults.
 const NUMBERS = [
@@ -89,7 +90,7 @@ export class SettingsForm {
     const generation = props?.default_generation_settings;
     for (const { name } of NUMBERS) {
       const value = generation?.params?.[name];
-      this.inputs.get(name).placeholder = value ?? (name === "max_tokens" && generation ? `up to ${generation.n_ctx}` : "default");
+      this.inputs.get(name).placeholder = value ?? (name === "max_tokens" && generation ? `≤ ${counted(generation.n_ctx)}` : "default");
     }
     byId("settings-source").textContent = generation ? `Empty fields: ${generation.source}.` : "Empty fields are the model's defaults.";
     byId("thinking-field").hidden = props !== null && !props?.reasoning?.supported;
