@@ -74,6 +74,7 @@ class HttpConnection(H11Protocol):
         limit: int,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.logger = log  # uvicorn's own has no time and no level in its lines
         if config.h11_max_incomplete_event_size is not None:
             self.conn = HttpParser(config.h11_max_incomplete_event_size)
         self._limit = limit

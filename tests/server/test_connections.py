@@ -141,7 +141,7 @@ def test_when_all_clients_are_busy_others_get_503_but_for_health() -> None:
             assert httpx.get(server.address + "/health").status_code == 200
 
 
-def test_what_is_not_http_gets_an_error_object() -> None:
+def test_what_is_not_http_gets_an_error_object(caplog: pytest.LogCaptureFixture) -> None:
     with (
         serving(FakeLLM(), Options(port=0)) as server,
         connect(server, 1, b"\x16\x03\x01\r\n\r\n") as (client,),
@@ -149,6 +149,8 @@ def test_what_is_not_http_gets_an_error_object() -> None:
         answer = client.makefile().read()
     assert answer.startswith("HTTP/1.1 400 ")
     assert '"code": "invalid_http"' in answer
+    refused = [record for record in caplog.records if "Invalid HTTP" in record.message]
+    assert [record.name for record in refused] == ["headroom.server"]
 
 
 def test_a_request_with_long_headers_is_refused() -> None:
