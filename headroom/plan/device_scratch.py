@@ -30,7 +30,7 @@ from headroom.kernels.cuda.attention_scratch import (
     WIDE_SCORES,
     wide_stride,
 )
-from headroom.kernels.cuda.buffers import Buffer, ScratchCount, floats
+from headroom.kernels.cuda.buffers import Buffer, PeakCount, ScratchCount, floats
 from headroom.kernels.cuda.experts_scratch import ExpertShape
 from headroom.kernels.cuda.sizes import DECODE_ROWS, MOST_OUTPUTS, is_decode
 from headroom.plan.shape import BF16_BYTES, F32_BYTES, LayerPadding, LayerShape
@@ -161,15 +161,37 @@ def parts_of(layer: LayerShape) -> dict[str, Part]:
 def device_phases(layers: Sequence[LayerShape], step: DeviceStep) -> dict[str, int]:
     """Return the most scratch of each kind of part; parts run in turn, so the largest counts."""
     phases: dict[str, int] = {}
-    # Only attention depends on a context that is longer than the step. The solver tries many
-    # contexts, so the peaks of other parts are computed once for all of them.
-    short = replace(step, context=min(step.context, max(step.rows, DECODE_ROWS)))
+    short = _short_context(step)
     for layer in _without_weights(tuple(layers)):
         packed = packed_rows(layer)
         for name, part in parts_of(layer).items():
             own = step if part is count_attention else short
             phases[name] = max(phases.get(name, 0), _peak(part, layer, own, packed))
     return phases | {"loading": UPLOAD_BYTES}
+
+
+def _short_context(step: DeviceStep) -> DeviceStep:
+    """Return the step with a context that is no longer than it.
+
+    Only attention depends on a longer one. The solver tries many contexts, so the peaks of other
+    parts are computed once for all of them.
+    """
+    return replace(step, context=min(step.context, max(step.rows, DECODE_ROWS)))
+
+
+def peak_buffers(layers: Sequence[LayerShape], step: DeviceStep, phase: str) -> PeakCount:
+    """Return the count of a phase's largest step, with the buffers that it holds at its peak."""
+    largest = PeakCount()
+    for layer in _without_weights(tuple(layers)):
+        part = parts_of(layer).get(phase)
+        if part is None:
+            continue
+        own = step if part is count_attention else _short_context(step)
+        for rows in largest_steps(layer, own, packed_rows(layer)):
+            count = PeakCount()
+            part(count, layer, rows, ANY_VARIANT)
+            largest = max(largest, count, key=lambda found: found.peak_bytes)
+    return largest
 
 
 @lru_cache(maxsize=64)

@@ -68,8 +68,14 @@ def device_step(hidden: int, settings: PlanSettings) -> DeviceStep:
 
 def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:
     """Return the scratch of one layer in the C++ kernels, if every sequence fills its context."""
+    sizes = native_layer_sizes(hidden, layer)
+    return scratch.layer_scratch(sizes, settings.rows, (settings.context,) * settings.parallel)
+
+
+def native_layer_sizes(hidden: int, layer: LayerShape) -> scratch.LayerSizes:
+    """Return the widths of a layer that the C++ kernels run in one call."""
     keys, values = layer.kv_values
-    sizes = scratch.LayerSizes(
+    return scratch.LayerSizes(
         hidden=hidden,
         queries=layer.query_heads * layer.key_dim,
         keys=keys,
@@ -78,7 +84,6 @@ def native_layer_scratch(hidden: int, layer: LayerShape, settings: PlanSettings)
         heads=layer.query_heads,
         head_dim=layer.value_dim,
     )
-    return scratch.layer_scratch(sizes, settings.rows, (settings.context,) * settings.parallel)
 
 
 def native_experts_scratch(hidden: int, layer: LayerShape, settings: PlanSettings) -> int:

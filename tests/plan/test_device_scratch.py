@@ -13,7 +13,7 @@ from headroom.formats.quants import BF16, F16, F32, Q4_K, Q8_0, Q8_K
 from headroom.kernels.cuda import attention, experts_scratch, grouped, matmul
 from headroom.kernels.cuda import scratch as arena
 from headroom.kernels.cuda.attention_scratch import WIDE_ROWS
-from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
+from headroom.kernels.cuda.buffers import Buffer, Buffers, PeakCount, ScratchCount, aligned, floats
 from headroom.kernels.cuda.experts_scratch import ExpertShape, experts_at_once
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes, part_rows
 from headroom.kernels.cuda.sizes import DECODE_ROWS
@@ -29,6 +29,7 @@ from headroom.plan.device_scratch import (
     device_phases,
     library_bytes,
     parts_of,
+    peak_buffers,
     unpack_bytes_for,
 )
 from headroom.plan.known import known_shape
@@ -187,6 +188,36 @@ def test_the_planned_scratch_is_the_most_that_any_step_takes(
                     found[part_name] = max(found.get(part_name, 0), count.peak_bytes)
     assert set(found) == parts
     assert device_phases(layers, most) == found | {"loading": UPLOAD_BYTES}
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3.6-35b-a3b:q4_k_m", "gemma-4-26b-a4b:q4_k_m", "qwen3.6-27b:q4_k_m"]
+)
+def test_the_buffers_that_a_phase_holds_at_its_peak_are_its_bytes(name: str) -> None:
+    layers = known_shape(name).layers
+    step = DeviceStep(hidden=2048, rows=700, spans=5, context=9000, unpack_bytes=96 * MIB)
+    for phase, size in device_phases(layers, step).items():
+        if phase == "loading":  # its buffers are no part of a step
+            continue
+        count = peak_buffers(layers, step, phase)
+        assert count.peak_bytes == size
+        assert sum(aligned(buffer.nbytes) for _, buffer in count.held) == size
+    assert peak_buffers(layers, step, "loading").held == []
+
+
+def test_buffers_of_a_closed_frame_are_not_held_at_a_later_peak() -> None:
+    count = PeakCount()
+    count.take(floats(64))
+    with count.frame():
+        count.take(floats(640))
+        assert [buffer.shape for _, buffer in count.held] == [(64,), (640,)]
+    count.take(floats(320))  # less than in the frame
+    assert [buffer.shape for _, buffer in count.held] == [(64,), (640,)]
+    count.take(experts_scratch.decode_buffers(4, 8, 64, 0))
+    assert [(name, buffer.shape) for name, buffer in count.held] == [
+        ("", (64,)), ("", (320,)), ("inner", (2048,)), ("downs", (32,)),
+    ]  # fmt: skip
+    assert count.peak_bytes == 256 + 1280 + 8192 + 256
 
 
 def test_torch_takes_as_much_on_every_gpu_but_for_the_workspace_of_its_products() -> None:

@@ -80,3 +80,33 @@ class ScratchCount:
         before = self.used_bytes
         yield
         self.used_bytes = before
+
+
+class PeakCount(ScratchCount):
+    """Counts buffers, and keeps those that are taken when most of the scratch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[str, Buffer]] = []  # at the peak; a name, or "" if it has none
+        self._open: list[tuple[str, Buffer]] = []  # taken in the frames that are open
+
+    def take(self, *taken: Buffer | Buffers) -> None:
+        """Count buffers until the frame around the call ends."""
+        for one in taken:
+            if isinstance(one, Buffer):
+                self._open.append(("", one))
+            else:
+                names = (field.name for field in fields(one) if getattr(one, field.name))
+                self._open += zip(names, one, strict=True)
+        before = self.peak_bytes
+        super().take(*taken)
+        if self.peak_bytes > before:
+            self.held = list(self._open)
+
+    @contextmanager
+    def frame(self) -> Iterator[None]:
+        """Free at its end what was taken within."""
+        open_before = len(self._open)
+        with super().frame():
+            yield
+        del self._open[open_before:]

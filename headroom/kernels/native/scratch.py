@@ -55,11 +55,11 @@ def layer_scratch(sizes: LayerSizes, rows: int, contexts: Sequence[int]) -> int:
     return (
         sum(_floats(rows * width) for width in widths)
         + sum(matmul_scratch(rows, width) for width in inputs)
-        + sum(_partial_scratch(sizes, context) for context in contexts)
+        + sum(partial_scratch(sizes, context) for context in contexts)
     )
 
 
-def _partial_scratch(sizes: LayerSizes, context: int) -> int:
+def partial_scratch(sizes: LayerSizes, context: int) -> int:
     """Return the bytes of a sequence's partial results: sums, a maximum and a total per block."""
     blocks = _steps(context, PARTIAL_KEYS)
     return _floats(blocks * sizes.heads * (_steps(sizes.head_dim, HEAD_STEP) * HEAD_STEP + 2))

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from headroom.errors import OptionError
 from headroom.formats.quants import BY_NAME
@@ -34,45 +33,11 @@ from headroom.plan.lines import (
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PlanSettings
 from headroom.plan.shape import F32_BYTES, LayerRange, LayerShape, ModelShape
-from headroom.plan.workspace import workspace_phases
+from headroom.plan.show.explain_workspace import workspace_terms
+from headroom.plan.show.terms import Factor, Term, plain_term
 from headroom.units import gib
 
 KINDS = {"full": "full-attention", "window": "window", "recurrent": "recurrent"}
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """One number of a product, and what it counts."""
-
-    number: int
-    noun: str  # in the singular
-
-    def __str__(self) -> str:
-        return f"{self.number:,} {self.noun}{'' if self.number == 1 else 's'}"
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A product whose last factor is in bytes; terms add up to a line."""
-
-    factors: tuple[Factor, ...]
-    what: str = ""  # that has these bytes
-    note: str = ""  # what the factors do not say
-
-    @property
-    def bytes(self) -> int:
-        """The product."""
-        return prod(factor.number for factor in self.factors)
-
-    def __str__(self) -> str:
-        words = [" x ".join(map(str, self.factors))]
-        if len(self.factors) > 1:
-            words.append(f"= {self.bytes:,} bytes")
-        if self.what:
-            words.append(self.what)
-        if self.note:
-            words.append(f"({self.note})")
-        return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +112,6 @@ def line_terms(plan: Plan, place: Place, line: Line) -> list[Term]:
     return terms
 
 
-def _plain(size: int, what: str, note: str = "") -> Term:
-    return Term((Factor(size, "byte"),), what, note)
-
-
 def _bits(size: int, values: int) -> str:
     return f"{values:,} values of {8 * size / values:.4g} bits" if values else ""
 
@@ -167,7 +128,7 @@ def _weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     assert place.layer_range is not None
     stage = StagePlace.of(place.layer_range, len(model.layers))
     outer = outer_bytes(model, settings, stage)
-    yield _plain(outer, "of the final norm and others outside the layers")
+    yield plain_term(outer, "of the final norm and others outside the layers")
 
 
 def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -185,7 +146,7 @@ def _tables(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
         "token table": _table(model, token_bytes, values),
     }
     per_layer = lookup_bytes(model, settings)
-    lookup = _plain(per_layer, "of per-layer tables", _bits(per_layer, model.lookup_values))
+    lookup = plain_term(per_layer, "of per-layer tables", _bits(per_layer, model.lookup_values))
     if line.name == "head" and tables["head"].bytes == line.bytes:
         yield tables["head"]
         return
@@ -200,7 +161,7 @@ def _table(model: ModelShape, size: int, values: int) -> Term:
     if rows and not values % model.hidden and not size % rows:
         factors = (Factor(rows, "row"), Factor(size // rows, "byte"))
         return Term(factors, note=f"{_bits(size // rows, model.hidden)} in a row")
-    return _plain(size, "", _bits(size, values))
+    return plain_term(size, "", _bits(size, values))
 
 
 def _hot(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -243,8 +204,8 @@ def _expert_staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     downs = line.bytes - one - buffers
     each = Factor(buffers // STREAM_BUFFERS, "byte")
     yield Term((Factor(STREAM_BUFFERS, "buffer"), each), "for cold experts on their way")
-    yield _plain(downs, "of unpacked down matrices")
-    yield _plain(one, "of one expert for an exchange")
+    yield plain_term(downs, "of unpacked down matrices")
+    yield plain_term(one, "of one expert for an exchange")
 
 
 def _expert_spare(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -315,18 +276,14 @@ def _staging(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     handed = (Factor(buffers.handover, "buffer"), rows, Factor(size, "byte"))
     yield Term(handed, f"handed over in {settings.handover_type}")
     links = buffers.link_bytes(model, place.layer_range, settings)
-    yield _plain(links, "for rows from and to other workers")
+    yield plain_term(links, "for rows from and to other workers")
 
 
 def _workspace(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     if plan.problem.request.published_activation:
-        yield _plain(line.bytes, "", line.why)
-        return
-    phases = workspace_phases(place.model, place.layers, place.spec, place.settings)
-    largest = max(phases, key=lambda name: phases[name])
-    others = ", ".join(f"{name} {size:,}" for name, size in phases.items() if name != largest)
-    note = f"phases follow each other; smaller: {others}" if others else ""
-    yield _plain(phases[largest], f"in the phase {largest}", note)
+        yield plain_term(line.bytes, "", line.why)
+    else:
+        yield from workspace_terms(place.model, place.layers, place.spec, place.settings)
 
 
 def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -346,7 +303,7 @@ def _logits(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     yield Term((Factor(rows, "row"), Factor(vocab, "token"), Factor(F32_BYTES, "byte")))
     if place.spec.kind != "cpu":
         drawing = sampler_bytes(DECODE_ROWS, vocab)
-        yield _plain(drawing, f"of tables and scratch that draw tokens of {DECODE_ROWS} rows")
+        yield plain_term(drawing, f"of tables and scratch that draw tokens of {DECODE_ROWS} rows")
 
 
 def _draft(plan: Plan) -> ModelShape:
@@ -359,7 +316,7 @@ def _draft_weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     draft = _draft(plan)
     for size, count in Counter(layer.core_bytes for layer in draft.layers).items():
         yield Term((Factor(count, "layer"), Factor(size, "byte")))
-    yield _plain(draft.norm_bytes, "outside the layers")
+    yield plain_term(draft.norm_bytes, "outside the layers")
 
 
 def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -384,11 +341,11 @@ def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 def _graphs(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     parts = graph_parts(place.model, place.layers, place.spec, place.settings)
     for what, size in parts.items():
-        yield _plain(size, f"for {what}")
+        yield plain_term(size, f"for {what}")
 
 
 def _runtime(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    yield _plain(line.bytes, "that we do not allocate", line.why)
+    yield plain_term(line.bytes, "that we do not allocate", line.why)
 
 
 def _reserve(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -396,9 +353,9 @@ def _reserve(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     taken = max(0, spec.total_bytes - spec.available_bytes)
     driver = min(taken, spec.driver_bytes)
     kept = line.bytes - taken
-    yield _plain(kept, "kept free", "512 MiB, or a sixteenth of the memory if that is less")
-    yield _plain(driver, "held by an idle driver", "an estimate")
-    yield _plain(taken - driver, "held by others")
+    yield plain_term(kept, "kept free", "512 MiB, or a sixteenth of the memory if that is less")
+    yield plain_term(driver, "held by an idle driver", "an estimate")
+    yield plain_term(taken - driver, "held by others")
 
 
 TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
