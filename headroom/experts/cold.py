@@ -21,7 +21,7 @@ from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import expert_cache, experts_prefill, handover
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda.experts import Addends, ExpertTiles
-from headroom.kernels.cuda.experts_scratch import does_top_k
+from headroom.kernels.cuda.experts_scratch import does_top_k, shares_picks
 from headroom.kernels.cuda.matmul import HalfRows, NarrowRows
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.sizes import DECODE_ROWS
@@ -50,7 +50,7 @@ class ReadInPlace:
         """Return the weighted sum of the experts and addends of few rows, in a captured step."""
         tiles, activation = self._tiles, self._activation
         if isinstance(picks, RouterLogits):
-            if does_top_k(x.rows):
+            if does_top_k(x.rows) and not shares_picks(x.rows, over_link=tiles.over_link):
                 return cuda_experts.choose_few_rows(x, picks, tiles, activation, addends, out)
             picks = picks.top_k()
         ids, weights = picks

@@ -452,10 +452,13 @@ def _count_routed(
 ) -> None:
     """Count the products of each row's experts."""
     rows, used, settings = step.rows, layer.experts_used, step.settings
+    shape, picks = ExpertShape(layer.expert_width, settings.hidden), rows * used
+    if step.decodes and experts_scratch.shares_picks(rows, over_link=any(variant.colds)):
+        count.take(experts_scratch.shared_pick_buffers(rows, used, shape, shared_width))
+        return
     if step.decodes:
         count.take(experts_scratch.decode_buffers(rows, used, layer.expert_width, shared_width))
         return
-    shape, picks = ExpertShape(layer.expert_width, settings.hidden), rows * used
     for cold in variant.colds:
         if not cold and rows <= packed_rows(layer):
             experts_scratch.count_packed(count, layer.experts, shape, picks)

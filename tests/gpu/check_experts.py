@@ -97,6 +97,17 @@ def forced(way: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def reading_once(once: bool) -> Iterator[None]:
+    """Let steps of any number of rows read each distinct expert once, or once for each row."""
+    rows = 1 if once else 1000
+    with (
+        patch.object(experts_scratch, "SHARED_ROWS", rows),
+        patch.object(experts_scratch, "SHARED_ROWS_OVER_LINK", rows),
+    ):
+        yield
+
+
 def check(
     kinds: Kinds,
     sizes: tuple[int, int, int],
@@ -136,8 +147,9 @@ def check(
             distance(experts_prefill.many_rows(halves, *moved[1:], tiles, activation), wanted)
         )
         good = good and errors[-1] < (0.001 if way == "sorted" else 0.003)
-    if rows <= 32:
-        few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, addends)
+    for once in (False, True) if rows <= 32 else ():
+        with reading_once(once):
+            few = few_rows(half_rows(moved[0]), *moved[1:], tiles, activation, addends)
         errors.append(distance(few, wanted + more))
         good = good and errors[-1] < 0.001
     text = " ".join(f"{e:.1e}" for e in errors)
@@ -181,6 +193,30 @@ def check_shared(
     case = f"{kinds} {sizes} with {shared_kinds} {shared_width} x{rows}"
     print(f"{'PASS' if good else 'FAIL'} {case}: {worst:.1e}", flush=True)
     return good
+
+
+def check_once(
+    kinds: Kinds, shared_kinds: Kinds, sizes: tuple[int, int, int], shared_width: int, rows: int
+) -> bool:
+    """Rows that share experts have the bits that they have if each reads its own."""
+    experts, width, hidden = sizes
+    tiles = to_tiles(make_table(kinds, experts, width, hidden))
+    shared = shared_expert_tiles(make_table(shared_kinds, 1, shared_width, hidden))
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(rows)]).int()
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    ids[rows // 2] = -1  # a row of padding
+    x, weights, logits = (torch.randn(rows, size).to(DEVICE) for size in (hidden, 3, 3))
+    different = 0
+    for addends in (Addends(residual=x), Addends(shared_logits=logits[:, 2:], shared_tiles=shared)):
+        found = []
+        for once in (False, True):
+            with reading_once(once):
+                rows_in = half_rows(x), ids.to(DEVICE), weights
+                found.append(few_rows(*rows_in, tiles, "silu", addends))
+        different += int((found[0] != found[1]).sum())
+    case = f"{kinds} {sizes} with {shared_kinds} {shared_width} x{rows}"
+    print(f"{'FAIL' if different else 'PASS'} {case} read once: {different} numbers differ")
+    return not different
 
 
 def check_chosen(sizes: tuple[int, int, int], rule: RouterRule, biased: bool) -> bool:
@@ -299,10 +335,15 @@ def bench(name: str, kinds: Kinds, sizes: tuple[int, int, int], used: int) -> No
         shared = SharedExpertTiles(*(piece[0] for piece in pieces), tiles.kinds, width)
         for addends in (NO_ADDENDS, Addends(shared_tiles=shared)):
             turns = [partial(few_rows, x, ids, weights, tiles, "silu", addends) for ids in chosen]
-            moved = bytes_of_one * used * rows
-            took, also = time_us(turns), " and one" if addends.shared_tiles else ""
-            speed = moved / took / 1e3
-            print(f"BENCH {name}{also} x{rows}: {took:.1f} us {speed:.0f} GB/s of picks")
+            also = " and one" if addends.shared_tiles else ""
+            distinct = sum(len(ids.unique()) for ids in chosen) / len(chosen)
+            for once in (False, True):
+                with reading_once(once):
+                    took = time_us(turns)
+                moved = bytes_of_one * (distinct if once else used * rows)
+                how = "once" if once else "by each row"
+                speed = f"{took:.1f} us {moved / took / 1e3:.0f} GB/s"
+                print(f"BENCH {name}{also} x{rows}, {distinct:.0f} experts read {how}: {speed}")
     if "--shapes" in sys.argv and kinds[0] not in ("bf16", "f16"):  # which fit one of them only
         bench_shapes(tiles, used)
     for rows in (64, 128, 256, 512, 1024, 2048, 4096):
@@ -338,6 +379,7 @@ def main() -> None:
     ]
     runs += [partial(check_sorted_alone, *case) for case in known.SORTED_ALONE]
     runs += [partial(check_shared, *case) for case in known.SHARED]
+    runs += [partial(check_once, *case) for case in known.ONCE]
     runs += [partial(check_chosen, *case) for case in known.CHOSEN]
     for kind in ("q4_k", "f16", "bf16"):
         runs.append(partial(check_alone, (kind, kind, kind), (6, 256, 512), 3))

@@ -41,6 +41,14 @@ SHARED: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
     (("q4_k", "q4_k", "q6_k"), ("q8_0", "q5_0", "bf16"), (5, 256, 512), 296, 3),
     (("f16", "f16", "bf16"), ("f16", "q4_1", "f16"), (4, 40, 96), 24, 9),
 ]
+# Of rows that share experts: one to four groups of eight rows may choose an expert.
+ONCE: list[tuple[Kinds, Kinds, tuple[int, int, int], int, int]] = [
+    (("q4_k", "q4_k", "q6_k"), ("q4_k", "q4_k", "q6_k"), (5, 256, 512), 256, 2),
+    (("q4_k", "q5_k", "q8_0"), ("q8_0", "q5_0", "bf16"), (5, 296, 264), 40, 11),
+    (("mxfp4", "q8_0", "q4_0"), ("f16", "f16", "q6_k"), (4, 264, 288), 520, 32),
+    (("f16", "bf16", "bf16"), ("bf16", "q4_1", "f16"), (4, 40, 1096), 24, 17),
+    (("iq4_nl", "q5_0", "q5_1"), ("q4_0", "q4_0", "iq4_nl"), (6, 64, 320), 64, 4),
+]
 # Of our grouped product: experts, outputs and columns; rows; experts of a row.
 GROUPED = [
     ((256, 1024, 2048), 2048, 8),

@@ -131,6 +131,13 @@ def test_an_expert_that_every_row_visits_runs_beside_the_others(case: tuple[obje
     assert_passes(check_experts.check_shared, *case)
 
 
+@pytest.mark.parametrize("case", expert_cases.ONCE, ids=str)
+def test_rows_that_share_an_expert_have_the_bits_of_rows_that_read_it_each(
+    case: tuple[object, ...],
+) -> None:
+    assert_passes(check_experts.check_once, *case)
+
+
 @pytest.mark.parametrize("experts", [5, 128, 256, 1000])
 def test_experts_picked_by_the_fused_kernel_are_those_of_the_router(experts: int) -> None:
     for scores in ("softmax", "sigmoid"):

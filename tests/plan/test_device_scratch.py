@@ -426,7 +426,7 @@ WITH_INPUTS = replace(DENSE, side_width=16)
         (ROUTED, "experts", 2, True, False, False,
             "( f32:2x64 u8:1104 f32:2x8 f32:2x2 f32:704 i64:4 )"),
         (ROUTED, "experts", 2, True, True, False,
-            "( f32:2x64 u8:1104 f32:2x8 i32:2x2 f32:2x2 f32:704 i64:4 )"),
+            "( f32:2x64 u8:1104 f32:2x8 i32:2x2 f32:2x2 f32:704 f32:6x64 )"),
         (ROUTED, "experts", 3, True, False, False,
             "( f32:3x64 u8:2192 f32:3x8 i32:3x2 f32:3x2 f32:1056 i64:6 )"),
         (ROUTED, "experts", 40, True, True, False,

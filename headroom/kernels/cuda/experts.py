@@ -9,7 +9,13 @@ from headroom.formats.quants import QuantType
 from headroom.kernels.cuda import scratch
 from headroom.kernels.cuda.compile import compile_kernel, refuses_device, shared_bytes_of
 from headroom.kernels.cuda.expert_cache import FILL_BLOCKS, Filling
-from headroom.kernels.cuda.experts_scratch import chosen_weights, decode_buffers
+from headroom.kernels.cuda.experts_scratch import (
+    ExpertShape,
+    chosen_weights,
+    decode_buffers,
+    shared_pick_buffers,
+    shares_picks,
+)
 from headroom.kernels.cuda.launch import Argument
 from headroom.kernels.cuda.matmul import HalfRows, refuses_type
 from headroom.kernels.cuda.matmul_scratch import half_rows_bytes
@@ -42,6 +48,11 @@ class ExpertTiles:
     memory: tuple[torch.Tensor, ...]  # keeps the memory alive that the addresses point into
     # Between which memories decode steps fill slots; None: experts stay where they are.
     filling: Filling | None = None
+
+    @property
+    def over_link(self) -> bool:
+        """Whether some of the experts may be in host memory."""
+        return self.filling is not None or not all(memory.is_cuda for memory in self.memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,8 +132,11 @@ GATE_UP_WARPS = 8  # warps of a block of `gate_up`
 AHEAD_ROWS = 2
 DOWN_WARPS, AHEAD_DOWN_WARPS = 10, 20  # most warps of a `down` block, in larger and in such steps
 PIECE_BYTES = half_rows_bytes(1, RECORD_COLUMNS)
-# Shared memory: dynamic bytes that every GPU allows, and static bytes of a `gate_up` block.
-SURE_BYTES, OTHER_BYTES = 46 << 10, 2 << 10
+SHARED_WARPS = 8  # warps of the blocks of shared_picks.cu
+SHARED_DOWN_TILES = 16  # tiles of a down matrix that one of its blocks multiplies
+# Bytes of shared memory that every GPU allows a block, and those that a block of `gate_up` takes
+# beside its ring, in experts.cu and for each group of rows in shared_picks.cu.
+SURE_BYTES, OTHER_BYTES, GROUP_BYTES = 48 << 10, 2 << 10, 5 << 10
 Inner = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -141,6 +155,8 @@ def few_rows(
     cache, the step's picks were resolved before, and their fills are copied here.
     """
     constants = expert_constants(table, activation, addends)
+    if shares_picks(x.rows, over_link=table.over_link):
+        return _SharedLaunches(x, ids, weights, table, addends, constants).run(out)
     layer = _DecodeLaunches(x, ids.shape[1], table, addends, constants)
     inner = layer.inner()
     if table.filling is None:
@@ -245,7 +261,7 @@ class _DecodeLaunches:
     def defines(self) -> dict[str, int]:
         """The macros of both kernels: equal ones, so that the source is compiled once."""
         fills = self.table.filling is not None
-        in_reach = fills or all(memory.is_cuda for memory in self.table.memory)
+        in_reach = fills or not self.table.over_link
         return self.constants | {
             "LANES": self.x.lanes,
             "AHEAD": int(self.x.rows <= AHEAD_ROWS and in_reach),
@@ -255,15 +271,125 @@ class _DecodeLaunches:
 
     @property
     def _stages(self) -> int:
-        """The number of records that a warp of `gate_up` loads ahead."""
-        size = 2 * self._stage_bytes
-        if size <= SURE_BYTES or size + OTHER_BYTES <= shared_bytes_of(self.x.pieces.device):
-            return 2
-        return 1
+        return _stages(self._stage_bytes, OTHER_BYTES, self.x.pieces.device)
 
     @property
     def _stage_bytes(self) -> int:
-        """The bytes of one record per warp of `gate_up`; plain types need none."""
-        shared = self.addends.shared_tiles
-        kinds = (*self.table.kinds[:2], *(() if shared is None else shared.kinds[:2]))
-        return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)
+        return _stage_bytes(self.table, self.addends.shared_tiles)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SharedLaunches:
+    """The launches of one layer's experts that read each distinct expert once (shared_picks.cu)."""
+
+    x: HalfRows
+    ids: torch.Tensor
+    weights: torch.Tensor
+    table: ExpertTiles
+    addends: Addends
+    constants: dict[str, int]
+
+    def run(self, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the weighted sums of all rows."""
+        table, rows, used = self.table, self.x.rows, self.ids.shape[1]
+        width, hidden, device = table.width, table.hidden, self.x.pieces.device
+        shape = ExpertShape(width, hidden)
+        buffers = shared_pick_buffers(rows, used, shape, self._shared_width)
+        inner = scratch.take(buffers.inner, device)
+        self._gate_up(inner)
+        products = scratch.take(buffers.products, device)
+        records, shared_records = (
+            steps_of(columns, RECORD_COLUMNS) for columns in (width, self._shared_width)
+        )
+        compile_kernel("shared_picks.cu", "down", self._defines)(
+            (
+                steps_of(hidden, SHARED_DOWN_TILES * TILE_ROWS),
+                self._blocks,
+                max(records, shared_records),
+            ),
+            (SHARED_WARPS * 32,),
+            (
+                *(self.ids, table.addresses, self.weights, inner, rows, used, width, hidden),
+                *(records, None if self._shared is None else self._shared.down),
+                *(self._shared_width, shared_records, *self.addends.arguments[2:], products),
+            ),
+            early=True,
+        )
+        if out is None:
+            out = torch.empty(rows, hidden, device=device)
+        compile_kernel("shared_picks.cu", "sum_products", self._defines)(
+            (steps_of(hidden, SHARED_WARPS * 32), rows),
+            (SHARED_WARPS * 32,),
+            (
+                *(self.ids, products, rows, used, hidden, records, shared_records),
+                *(*self.addends.arguments, out),
+            ),
+            early=True,
+        )
+        return out
+
+    def _gate_up(self, inner: torch.Tensor) -> None:
+        x, table, shared = self.x, self.table, self._shared
+        tiles = steps_of(max(table.width, self._shared_width), TILE_ROWS)
+        filling, copying = table.filling, 0
+        fills: tuple[Argument, ...] = (None, None, None, 0, 0, 0)
+        if filling is not None:
+            fills, copying = filling.arguments, steps_of(FILL_BLOCKS, tiles)
+        compile_kernel("shared_picks.cu", "gate_up", self._defines)(
+            (tiles, copying + self._blocks),
+            (SHARED_WARPS * 32,),
+            (
+                *(self.ids, table.addresses, x.pieces, x.groups, x.rows, self.ids.shape[1]),
+                *(table.width, x.records),
+                *((None, None) if shared is None else (shared.gate, shared.up)),
+                *(self._shared_width, inner, *fills, copying),
+            ),
+            self._stages * _stage_bytes(table, shared),
+            early=True,
+        )
+
+    @property
+    def _shared(self) -> SharedExpertTiles | None:
+        return self.addends.shared_tiles
+
+    @property
+    def _shared_width(self) -> int:
+        return 0 if self._shared is None else self._shared.width
+
+    @property
+    def _blocks(self) -> int:
+        """The picks of routed experts, and the one of all rows that is the shared expert."""
+        return self.ids.numel() + (self._shared is not None)
+
+    @property
+    def _stages(self) -> int:
+        stage = _stage_bytes(self.table, self._shared)
+        return _stages(stage, self._groups * GROUP_BYTES, self.x.pieces.device)
+
+    @property
+    def _groups(self) -> int:
+        """The most groups of rows of one expert: 1, 2 or 4, so that there are few variants."""
+        return 1 << (self.x.groups - 1).bit_length()
+
+    @property
+    def _defines(self) -> dict[str, int]:
+        """The macros of all three kernels: equal ones, so that the source is compiled once."""
+        return self.constants | {
+            "LANES": self.x.lanes,
+            "GROUPS": self._groups,
+            "STAGES": self._stages,
+            "FILLS": int(self.table.filling is not None),
+        }
+
+
+def _stages(stage_bytes: int, other_bytes: int, device: torch.device) -> int:
+    """Return the number of records that a warp of `gate_up` loads ahead."""
+    size = 2 * stage_bytes
+    sure = size + other_bytes <= SURE_BYTES
+    return 2 if sure or size + other_bytes <= shared_bytes_of(device) else 1
+
+
+def _stage_bytes(table: ExpertTiles, shared: SharedExpertTiles | None) -> int:
+    """Return the bytes of one record per warp of `gate_up`; plain types need none."""
+    kinds = (*table.kinds[:2], *(() if shared is None else shared.kinds[:2]))
+    return GATE_UP_WARPS * max(record_bytes(kind) if kind in PACKED else 0 for kind in kinds)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount, floats
 from headroom.kernels.cuda.matmul_scratch import half_rows
-from headroom.kernels.cuda.sizes import EXPERT_STEP, GROUP_ROWS
+from headroom.kernels.cuda.sizes import EXPERT_STEP, GROUP_ROWS, RECORD_COLUMNS, steps_of
 
 # With at most so many picks per expert, on average, packed tiles are multiplied; 0: never. They are
 # decoded anew for every 32 rows; with more rows it takes less time to unpack an expert once and to
@@ -15,6 +15,10 @@ SORTED_PICKS = 64
 TILE_PICKS = 32  # most rows of an expert that are multiplied at once, see sorted.cu
 ROW_TILE_WORDS = 4  # int64 words per tile of rows: addresses of its matrices, and its rows
 CHOSEN_ROWS = 2  # most rows of a step for which `choose_gate_up` does the top-k, see experts.cu
+# The fewest rows of a decode step that read each distinct expert once (shared_picks.cu): where cold
+# experts cross the link, and where all are hot. There, reading one again takes less time than the
+# third kernel of each layer, unless rows share many.
+SHARED_ROWS_OVER_LINK, SHARED_ROWS = 2, 8
 
 
 class ExpertShape(NamedTuple):
@@ -36,6 +40,35 @@ def decode_buffers(rows: int, used: int, width: int, shared_width: int) -> Decod
     """Return the buffers of few rows; `shared_width` is 0 if the shared expert runs elsewhere."""
     picks = rows * used
     return DecodeBuffers(floats(picks * width + rows * shared_width), Buffer((picks,), "i64"))
+
+
+def shares_picks(rows: int, *, over_link: bool) -> bool:
+    """Return whether a decode step of so many rows reads each distinct expert of a layer once.
+
+    `over_link`: some of the layer's experts may be in host memory.
+    """
+    return rows >= (SHARED_ROWS_OVER_LINK if over_link else SHARED_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPickBuffers(Buffers):
+    """The buffers between the kernels of decode steps that read each distinct expert once."""
+
+    inner: Buffer  # float32, as in DecodeBuffers
+    products: Buffer  # float32: of each record of the picks' down matrices, then the shared expert's
+
+
+def shared_pick_buffers(
+    rows: int, used: int, shape: ExpertShape, shared_width: int
+) -> SharedPickBuffers:
+    """Return those buffers; `shared_width` is 0 if the shared expert runs elsewhere."""
+    width, hidden = shape
+    picks = rows * used
+    records = picks * steps_of(width, RECORD_COLUMNS)
+    records += rows * steps_of(shared_width, RECORD_COLUMNS)
+    return SharedPickBuffers(
+        floats(picks * width + rows * shared_width), floats(records, hidden)
+    )
 
 
 def chosen_weights(rows: int, used: int) -> Buffer:

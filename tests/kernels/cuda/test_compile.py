@@ -130,6 +130,15 @@ DEFINES: dict[str, list[Defines]] = {
         {"EACH": 8, "ROWS": 4, "LANES": 8},
     ],
     "sampler.cu": [{}, {"MOST": 2048}],
+    "shared_picks.cu": [
+        _experts(*kinds) | {"LANES": lanes, "GROUPS": groups, "FILLS": fills}
+        for kinds, lanes, groups, fills in (
+            (("q4_k", "q6_k", 0), 32, 2, 0),
+            (("q8_0", "q5_1", 1), 8, 1, 1),
+            (("bf16", "bf16", 0), 32, 4, 0),
+            (("q4_k", "bf16", 0), 32, 4, 1),
+        )
+    ],
     "small.cu": [
         {"RESIDUAL": number % 2, "GELU": number % 2, "KIND": _id(kind)}
         for number, kind in enumerate(("f32", "f16", "bf16", *KINDS))

@@ -147,7 +147,14 @@ def test_experts_agree_with_the_reference(
 
 @pytest.mark.parametrize("case", expert_cases.SHARED, ids=str)
 def test_an_expert_that_every_row_visits_runs_beside_the_others(case: Any) -> None:
-    assert check_experts.check_shared(*case)
+    for once in (False, True):
+        with check_experts.reading_once(once):
+            assert check_experts.check_shared(*case)
+
+
+@pytest.mark.parametrize("case", expert_cases.ONCE, ids=str)
+def test_rows_that_share_an_expert_have_the_bits_of_rows_that_read_it_each(case: Any) -> None:
+    assert check_experts.check_once(*case)
 
 
 @pytest.mark.parametrize(("scores", "biased"), [("softmax", False), ("sigmoid", True)])
@@ -158,7 +165,9 @@ def test_experts_picked_by_the_fused_kernel_are_those_of_the_router(
 
 
 def test_experts_of_a_row_do_not_depend_on_other_rows() -> None:
-    assert check_experts.check_alone(("q4_k", "q4_k", "q6_k"), (6, 256, 256), 3)
+    for once in (False, True):
+        with check_experts.reading_once(once):
+            assert check_experts.check_alone(("q4_k", "q4_k", "q6_k"), (6, 256, 256), 3)
 
 
 @pytest.mark.parametrize("dtype", check_grouped.LIMITS)

@@ -33,7 +33,7 @@ def bf16_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def compile_for_cores(
         source: str, name: str, defines: Mapping[str, int] | None = None
     ) -> Callable[..., None]:
-        if source not in ("experts.cu", "matmul.cu"):
+        if source not in ("experts.cu", "shared_picks.cu", "matmul.cu"):
             return compile_on_cpu(source, name, defines)
         kernel = compile_on_cpu(source, name, dict(defines or {}) | {"BF16_CORES": request.param})
         # The activation's blocks share its work among themselves, however many they are.
