@@ -7,7 +7,8 @@ Each case loads a model of true size in a process of its own, as on a card of th
 (--device-memory), runs the largest steps, and watches what the process takes of the GPU from before
 CUDA starts to the end. Nothing else may use the GPU. Weights are zeros (tests/hollow.py) and are
 not even read: memory does not depend on them. Results are added to the file, and cases that it
-holds are not measured again, so that the matrix can be completed in several calls.
+holds are not measured again, so that the matrix can be completed in several calls. Each call prints
+the table of all results; --half 1 and --half 2 divide the matrix between two calls of equal length.
 
 Exits with 1 if a case took more than predicted, or if the prediction is more than 3 % above it.
 """
@@ -313,11 +314,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--again", action="store_true", help="measure known cases, too")
     parser.add_argument("--seconds", type=float, default=500, help="begin nothing after them")
+    parser.add_argument("--half", choices=("1", "2"), help="only every second case, from this one")
     parser.add_argument("--table", type=Path, help="write the table here")
     given = parser.parse_args()
     began, results = time.perf_counter(), load_results(given.out)
     wrong = left_out = 0
-    for case in cases() if given.folder is not None else ():
+    wanted = list(cases()) if given.folder is not None else []
+    for case in wanted if given.half is None else wanted[int(given.half) - 1 :: 2]:
         if given.only not in case.name or (case.name in results and not given.again):
             continue
         if time.perf_counter() - began > given.seconds:
@@ -335,6 +338,8 @@ def main() -> int:
         wrong += not verdict(found)
     if left_out:
         print(f"LEFT OUT {left_out} cases: run it again")
+    if results:
+        print(table(results))
     if given.table is not None:
         given.table.write_text(table(results))
     return 1 if wrong else 0

@@ -72,13 +72,12 @@ class CacheCounts:
     steps: int = 0
     picks: int = 0  # of all rows: an expert that two rows picked counts twice
     hits: int = 0  # picks whose expert was a hit
-    linked: int = 0  # distinct missing experts that crossed the link, filled or bypassed
+    # Distinct missing experts that crossed the link, filled or bypassed. It carries each once a
+    # step, however many rows picked it.
+    linked: int = 0
     filled: int = 0
     bypassed: int = 0
     left_to_cpu: int = 0  # distinct missing experts
-    # How often the link carried an expert: once for a fill, and for a bypassed expert once for each
-    # row that picked it.
-    reads: int = 0
     pinned_hits: int = 0  # hits of experts that no fill brought
     prefetched_hits: int = 0  # hits of experts that were filled ahead of the steps that used them
 
@@ -221,8 +220,6 @@ class CacheModel:
         self.counts.filled += len(resolution.filled)
         self.counts.bypassed += len(resolution.bypassed)
         self.counts.left_to_cpu += len(resolution.left_to_cpu)
-        bypassed = set(resolution.bypassed)
-        self.counts.reads += len(resolution.filled) + sum(expert in bypassed for expert in flat)
 
 
 def distinct_picks(picks: Sequence[Sequence[int]]) -> list[int]:

@@ -109,7 +109,7 @@ class DecodeWorker:
         assert self._worker is not None
         rows = self.box.counts.cpu().tolist()
         totals = dict(zip(COUNTS, map(sum, zip(*rows, strict=True)), strict=True))
-        by_gpu = COUNTS.index("gpu_reads")
+        by_gpu = COUNTS.index("gpu_picks")
         work = self._worker.counts
         return DecodeCounts(
             cpu_bytes=work.read_bytes,

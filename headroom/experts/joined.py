@@ -155,7 +155,6 @@ def _sum_caches(caches: Sequence[CacheTotals]) -> CacheTotals:
         causes=tuple(map(together, zip(*(cache.causes for cache in caches), strict=True))),
         linked=sums(lambda cache: cache.linked),
         filled=sums(lambda cache: cache.filled),
-        reads=sums(lambda cache: cache.reads),
     )
 
 

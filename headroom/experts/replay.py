@@ -29,7 +29,7 @@ Flags = npt.NDArray[np.bool_]
 _BLOCK_PICKS = 1 << 20  # steps are prepared together up to so many picks
 # What is counted of each layer, by the names of CacheCounts; the others follow from these.
 _TOTALS = (
-    *("picks", "hits", "linked", "filled", "left_to_cpu", "reads"),
+    *("picks", "hits", "linked", "filled", "left_to_cpu"),
     *("pinned_hits", "prefetched_hits"),
 )
 _NEVER = np.int64(1) << 62  # the key of an expert that is no victim
@@ -88,7 +88,7 @@ class Replay:
         """
         pairs = list(zip(self.counts, expert_bytes, strict=True))
         return {
-            "link": _share(sum(one.reads * size for one, size in pairs), self.tokens),
+            "link": _share(sum(one.linked * size for one, size in pairs), self.tokens),
             "cpu": _share(sum(one.left_to_cpu * size for one, size in pairs), self.tokens),
         }
 
@@ -245,18 +245,9 @@ class LayerCaches:
         if self._policy != "static" and linked.any():
             filled = self._fill(ids, miss, linked)
         valid = (ids >= 0).sum(1)
-        reads = filled + self._picks_in_place(ids, miss, hit, linked).sum(1)
         self._totals += np.stack(
-            [valid, hit.sum(1), linked, filled, missing - linked, reads, pinned, none_ahead]
+            [valid, hit.sum(1), linked, filled, missing - linked, pinned, none_ahead]
         )
-
-    def _picks_in_place(self, ids: Numbers, miss: Flags, hit: Flags, linked: Numbers) -> Flags:
-        """Return which picks read an expert over the link that got no slot."""
-        crosses = np.zeros_like(self._resident)
-        rows, columns = np.nonzero(miss & (miss.cumsum(1) <= linked[:, None]))
-        crosses[rows, ids[rows, columns]] = True
-        crosses &= ~self._resident
-        return crosses[self._own, ids] & (ids >= 0) & ~hit
 
     def _fill(self, ids: Numbers, miss: Flags, linked: Numbers) -> Numbers:
         """Give the first `linked` missing experts of each layer the slots of victims.

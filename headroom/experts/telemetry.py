@@ -30,7 +30,6 @@ class CacheTotals:
     causes: tuple[Mapping[str, int], ...]  # of the hits, by HIT_CAUSES
     linked: tuple[int, ...]  # experts that crossed the link, filled or not, each once a step
     filled: tuple[int, ...]
-    reads: tuple[int, ...]  # the same, but without a slot once for each row that picked it
 
 
 def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
@@ -49,7 +48,6 @@ def cache_totals(counts: torch.Tensor, fields: Sequence[str]) -> CacheTotals:
         ),
         linked=tuple(columns["linked"]),
         filled=tuple(columns["filled"]),
-        reads=tuple(columns["reads"]),
     )
 
 
@@ -110,8 +108,7 @@ class DecodeCounts:
     """Totals of decode steps in layers that ask the CPU."""
 
     cpu_bytes: int  # read by the CPU
-    # Read by the GPU over the link: of an expert that fills a slot once, else once for each row.
-    gpu_bytes: int
+    gpu_bytes: int  # read by the GPU over the link, each expert once a step
     hot_s: float  # from a request to the time when the GPU had nothing else to do
     wait_s: float  # of the GPU, from then to the answer
     cold_s: float  # of the CPU, from requests to answers
@@ -278,8 +275,8 @@ class HitCounter:
             linked += sum(
                 n for n, size in zip(cache.linked, meter.cache_bytes, strict=True) if size
             )
-            alone = zip(cache.reads, meter.cache_bytes, strict=True)
-            read["gpu"] = read.get("gpu", 0) + sum(reads * size for reads, size in alone)
+            alone = zip(cache.linked, meter.cache_bytes, strict=True)
+            read["gpu"] = read.get("gpu", 0) + sum(linked * size for linked, size in alone)
             filled = sum(cache.filled)
         hits, causes = self._hits_with(cache)
         misses = dict(zip(MISS_PATHS, (filled, linked - filled, found.by_cpu), strict=True))

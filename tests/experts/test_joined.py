@@ -95,7 +95,6 @@ def test_the_caches_of_all_stages_are_those_of_the_model() -> None:
             causes=tuple(dict.fromkeys(HIT_CAUSES, count) for count in layers),
             linked=tuple(2 * count for count in layers),
             filled=tuple(3 * count for count in layers),
-            reads=tuple(4 * count for count in layers),
         )
 
     first, second = totals(5, 0), totals(0, 7)

@@ -120,17 +120,17 @@ def counters(*rows: dict[str, int]) -> CacheTotals:
 
 
 def test_the_counters_of_a_cache_say_why_experts_were_hits() -> None:
-    row = {"steps": 4, "picks": 30, "hits": 20, "linked": 7, "filled": 5, "reads": 9}
+    row = {"steps": 4, "picks": 30, "hits": 20, "linked": 7, "filled": 5}
     found = counters({}, row | {"pinned_hits": 11, "prefetched_hits": 3})
     assert (found.used, found.hits) == ((False, True), (0, 20))
-    assert (found.linked, found.filled, found.reads) == ((0, 7), (0, 5), (0, 9))
+    assert (found.linked, found.filled) == ((0, 7), (0, 5))
     assert found.causes[1] == {"pinned": 11, "cached": 6, "prefetched": 3}
 
 
 def test_hits_and_misses_of_layers_with_and_without_a_cache_add_up() -> None:
     # The first layer has a cache and never asks the CPU; of the second the GPU reads all; the third
     # asks the CPU, and its reads are counted by the worker.
-    row = {"steps": 6, "picks": 9, "hits": 7, "linked": 2, "filled": 1, "reads": 4}
+    row = {"steps": 6, "picks": 9, "hits": 7, "linked": 2, "filled": 1}
     cache = counters(row | {"pinned_hits": 2}, {}, {})
     work = DecodeCounts(
         cpu_bytes=500, gpu_bytes=300, hot_s=0.0, cold_s=0.0, wait_s=0.0, linked=3, by_cpu=5
@@ -150,7 +150,7 @@ def test_hits_and_misses_of_layers_with_and_without_a_cache_add_up() -> None:
     assert sum(found.causes.values()) == sum(found.hits)
     assert list(found.causes) == list(HIT_CAUSES)
     assert found.misses == {"filled": 1, "in_place": 2 - 1 + 4 + 3, "cpu": 5}
-    assert found.cold_bytes == {"gpu": 300 + 4 * 10 + 4 * 7, "cpu": 500}
+    assert found.cold_bytes == {"gpu": 300 + 4 * 10 + 2 * 7, "cpu": 500}
 
 
 def test_how_cold_experts_are_shared_is_told_as_it_is_now() -> None:

@@ -127,9 +127,9 @@ def test_after_a_step_that_failed_in_a_layer_the_next_answer_has_the_same_bits(
         failing = FailingOnce(experts.few_rows, layer + 1, ends=False)
         monkeypatch.setattr(experts, "few_rows", failing)
     else:
-        blocks = list(model._blocks)
+        blocks = list(model._layers)
         blocks[layer] = FailingOnce(blocks[layer], 1, ends=True)  # type: ignore[call-overload]
-        monkeypatch.setattr(model, "_blocks", blocks)
+        monkeypatch.setattr(model, "_layers", blocks)
     (failed,) = found.answer(TOKEN)
     assert (failed.finish_reason, failed.token) == ("error", None)
     assert "no memory" in failed.error

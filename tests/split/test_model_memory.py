@@ -18,6 +18,7 @@ from headroom.formats.quants import BF16, Q8_0
 from headroom.kernels.cuda import delta_net, experts_prefill, grouped
 from headroom.kernels.cuda.buffers import Buffer, Buffers, ScratchCount
 from headroom.kernels.cuda.delta_net import span_tables
+from headroom.kernels.cuda.experts import ExpertTiles
 from headroom.kernels.cuda.matmul import TILES, narrow_type
 from headroom.kernels.cuda.route import RouterLogits
 from headroom.kernels.cuda.scratch import Arena, frame, opened
@@ -209,6 +210,7 @@ def test_every_buffer_of_a_step_is_taken_where_the_planner_counts_it(
         monkeypatch.setattr(module, "load_merged", load_as(variant))
     if variant.cold:
         monkeypatch.setattr(experts_prefill, "_as_they_lie", lambda ids, table: False)
+        monkeypatch.setattr(ExpertTiles, "over_link", property(lambda table: True))
     layers = describe(open_checkpoint(every_path)).shape.layers
     with stand_in_gpu(monkeypatch, card, computes=False):
         monkeypatch.setattr(torch, "mm", no_product)

@@ -28,12 +28,12 @@
 // The words of a layer's `state`: the policy, the number of steps, then four words of each expert.
 enum StateWord { POLICY = 0, STEP = 1, EXPERT_WORDS = 4 };
 enum Policy { STATIC = 0, LRU = 1, SPARE = 2, COUNTS = 3 };
-enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, READS, PINNED_HITS, PREFETCHED_HITS, COUNTERS };
+enum Counter { STEPS = 0, PICKS, HITS, LINKED, FILLED, BYPASSED, LEFT_TO_CPU, PINNED_HITS, PREFETCHED_HITS, COUNTERS };
 // Why an expert is in a slot: the host put it there, a step filled the slot, or the end of a prompt did.
 enum Origin { PLACED = 0, STEP_FILLED = 1, FILLED_AHEAD = 2 };
 // Of handover.cu: words in GPU memory, and counters of a layer.
 enum Own { REQUESTS = 0, FIRST = 3, SINCE = 4, ASKED = 8 };
-enum HandoverCount { GPU_PICKS = 2, GPU_READS = 5 };
+enum HandoverCount { GPU_PICKS = 2 };
 
 // One layer's cache.
 struct Cache {
@@ -223,17 +223,8 @@ __device__ __forceinline__ void take_slots(const Cache& cache, const Division& f
     then(room.fate[expert] - 1, expert, slot, victim);
 }
 
-// Returns how often the link carries the expert of a pick of this warp: for each row that reads it in place, and
-// in thread 0 also once for each fill. The sum over all warps is the step's. All threads call it.
-__device__ __forceinline__ int link_reads(int expert, const Room& room) {
-    const bool in_place = expert >= 0 && room.place[expert] == 0 && room.fate[expert] == 0;
-    const u32 votes = __ballot_sync(ALL, in_place);
-    return (threadIdx.x % 32 == 0 ? __popc(votes) : 0) + (threadIdx.x == 0 ? room.filled : 0);
-}
-
-// Counts a step in a layer's COUNTERS; all threads call it with what link_reads has returned.
-__device__ __forceinline__ void count_step(u64* counts, const Division& found, const Room& room, int reads) {
-    if (reads) atomicAdd(counts + READS, static_cast<u64>(reads));
+// Counts a step in a layer's COUNTERS.
+__device__ __forceinline__ void count_step(u64* counts, const Division& found, const Room& room) {
     if (threadIdx.x) return;
     counts[STEPS] += 1;
     counts[PICKS] += room.picks;
@@ -330,11 +321,9 @@ __device__ __forceinline__ void run(int expert, int* ids, int rows, int used, co
         ids[pick] = fate < 0 ? -1 : expert;
         if (fills) fills[FILL_OF_PICK + pick] = max(fate, 0);
     }
-    const int reads = link_reads(expert, room);
     if (threadIdx.x == 0 && fills) fills[FILL_COUNT] = room.filled;
-    count_step(cache_counts, found, room, reads);
+    count_step(cache_counts, found, room);
     if (!to.mail) return;
-    if (reads) atomicAdd(to.counts + GPU_READS, static_cast<u64>(reads));
     publish(to, expert, rows, used, room, found, taken);
 }
 
@@ -412,7 +401,7 @@ shadow(const int* seen, int stride, const int* shape, int* places, int place_wor
     if (row < rows && lane < used) expert = seen[static_cast<size_t>(blockIdx.x) * stride + row * used + lane];
     const Division found = divide(cache, held, expert, rows, nullptr, 0, room);
     take_slots(cache, found, room, STEP_FILLED, [](int, int, int, int) {});
-    count_step(counts + static_cast<size_t>(at) * COUNTERS, found, room, link_reads(expert, room));
+    count_step(counts + static_cast<size_t>(at) * COUNTERS, found, room);
 }
 
 // Copies the fills that `resolve` has listed.

@@ -28,7 +28,7 @@ PINNED = -1  # the uses of an expert that never gives up its slot
 # Counters of a layer since the start, as in experts.cache.CacheCounts; the picks of padding rows
 # are not counted.
 COUNTERS = (
-    *("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu", "reads"),
+    *("steps", "picks", "hits", "linked", "filled", "bypassed", "left_to_cpu"),
     *("pinned_hits", "prefetched_hits"),
 )
 # Why an expert got its slot within a step: a step asked for it, or a prompt's end fills it ahead.

@@ -55,7 +55,8 @@ class SharedPickBuffers(Buffers):
     """The buffers between the kernels of decode steps that read each distinct expert once."""
 
     inner: Buffer  # float32, as in DecodeBuffers
-    products: Buffer  # float32: of each record of the picks' down matrices, then the shared expert's
+    # float32 [records, hidden]: of the picks' down matrices, then of the shared expert's.
+    products: Buffer
 
 
 def shared_pick_buffers(
@@ -66,9 +67,7 @@ def shared_pick_buffers(
     picks = rows * used
     records = picks * steps_of(width, RECORD_COLUMNS)
     records += rows * steps_of(shared_width, RECORD_COLUMNS)
-    return SharedPickBuffers(
-        floats(picks * width + rows * shared_width), floats(records, hidden)
-    )
+    return SharedPickBuffers(floats(picks * width + rows * shared_width), floats(records, hidden))
 
 
 def chosen_weights(rows: int, used: int) -> Buffer:

@@ -19,7 +19,7 @@
 enum Own { REQUESTS = 0, STEPS = 1, LOST = 2, FIRST = 3, SINCE = 4, ASKED = 8 };
 // LATES: requests whose answer the GPU had to wait for; LATE_NS: of these, the time from the request to the
 // answer without the CPU's own time.
-enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2, LATE_NS = 3, LATES = 4, GPU_READS = 5 };
+enum Count { HOT_NS = 0, WAIT_NS = 1, GPU_PICKS = 2, LATE_NS = 3, LATES = 4 };
 
 // Waits for the layer's answers and adds them to `out`. blockIdx.x: the row. If the CPU does not answer
 // within `limit_ms`, the GPU stops waiting for good and sets FAILED for the host. last: 1 in the step's

@@ -21,9 +21,8 @@ WORDS = {
     "INPUTS": 5 * _LINE + 2 * MOST_ROWS * MOST_USED,
 }
 _OWNWORDS = 8 + MOST_ROWS
-# Counters of each layer. Of the cold experts of a step, `gpu_picks` counts those that cross the
-# link, each once, and `gpu_reads` how often the link carries their bytes.
-COUNTS = ("hot_ns", "wait_ns", "gpu_picks", "late_ns", "lates", "gpu_reads")
+# Counters of each layer. `gpu_picks` counts the cold experts that cross the link, each once a step.
+COUNTS = ("hot_ns", "wait_ns", "gpu_picks", "late_ns", "lates")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
