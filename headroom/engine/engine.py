@@ -304,12 +304,12 @@ class Engine:
     def _step(self) -> None:
         """Launch a step, then read earlier ones until few enough are under way.
 
-        Where several stages can work at once, the sequences that decode are shared among as many
-        steps; otherwise one step is launched before the last one is read.
+        Where several stages can work at once, and that pays, the sequences that decode are shared
+        among as many steps; otherwise one step is launched before the last one is read.
         """
         self._prefixes.collect()
         depth = self._pipeline.depth
-        parts = self._scheduler.micro_batches(depth)
+        parts = self._pipeline.steps_for(self._scheduler.decoding)
         turns = self._scheduler.next_turns(parts)
         for turn in turns:
             if not turn.rows:

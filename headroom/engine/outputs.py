@@ -102,6 +102,8 @@ class LaunchedStep:
         """
         if not self.ahead:
             return self.result.lasts or not self._needs_results
+        if self.result.token_rows and not self.result.names_tokens:
+            return False
         return (
             len(self.result.token_rows) <= DECODE_ROWS
             and not self._needs_results
@@ -111,7 +113,7 @@ class LaunchedStep:
     @property
     def keeps_tokens(self) -> bool:
         """Whether a device keeps tokens of this step for the next one; it keeps no older ones."""
-        return self.ahead and bool(self.result.token_rows)
+        return self.ahead and self.result.names_tokens and bool(self.result.token_rows)
 
     @property
     def _needs_results(self) -> bool:

@@ -34,6 +34,9 @@ MOST_HELD = 2  # at most one page in so many is held for files that are being wr
 class CacheBytes(Protocol):
     """Tells what all caches hold, as bytes in host memory."""
 
+    def settle(self) -> None:
+        """Let the caches hold what all launched steps write; only the engine's thread may ask."""
+
     def read_page(self, page: int) -> torch.Tensor:
         """Return a page as bytes; any thread may ask."""
 
@@ -135,6 +138,7 @@ class PrefixDisk:
         held = _Written(pages, snapshots)
         ends = [snapshot.position for snapshot in snapshots]
         slots = [snapshot.slot for snapshot in snapshots]
+        self._caches.settle()
         self._hold(held)
         if not self._folder.store(
             digest, tokens[:end], ends, self._blocks(pages, slots), lambda: self._written.put(held)
@@ -196,6 +200,7 @@ class PrefixDisk:
             self._pool.give_back(known)
             return
         pages = [*known, *self._pool.take(needed)]
+        self._caches.settle()  # a page may have belonged to a sequence of the last step
         for page, block in zip(pages[len(known) :], loading.pages[len(known) :], strict=True):
             self._caches.write_page(page, _tensor(block))
         self._cache.keep(key, tokens, pages)

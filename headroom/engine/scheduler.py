@@ -54,9 +54,10 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def micro_batches(self, most: int) -> int:
-        """Return into how many steps, at most `most`, the sequences that decode can be shared."""
-        return max(1, min(most, sum(sequence.decodes for sequence in self.running)))
+    @property
+    def decoding(self) -> int:
+        """The running sequences that decode: those beyond their prompts."""
+        return sum(sequence.decodes for sequence in self.running)
 
     def next_turns(self, parts: int = 1) -> list[Turn]:
         """Choose the rows of the next step and give their sequences the pages that they need.
@@ -66,7 +67,7 @@ class Scheduler:
         """
         turns = []
         prompt_rows = self._limits.chunk
-        decode_rows = -(-sum(sequence.decodes for sequence in self.running) // parts)
+        decode_rows = -(-self.decoding // parts)
         for sequence in list(self.running):
             if sequence.ending or sequence.awaited or sequence not in self.running:
                 continue  # nothing to compute yet, or any more; or an older one has preempted it

@@ -91,12 +91,14 @@ class ModelFeatures:
     def __init__(self, request: FeatureRequest, stages: Sequence[StageFeatures]) -> None:
         self.request = request
         self._stage_of = {layer: stage for stage in stages for layer in stage.layers}
+        self.settle: Callable[[], None] = lambda: None  # lets all stages run the last step
 
     def stored(self, layer: int, rows: int) -> torch.Tensor:
         """Return the first rows of a layer in the type that was asked for, on its stage's device.
 
         Rows of q8_0 are bytes: blocks of 34 bytes for 32 values.
         """
+        self.settle()
         return self._stage_of[layer].stored(layer, rows)
 
     def read(self, rows: int, device: str) -> torch.Tensor:
@@ -104,5 +106,6 @@ class ModelFeatures:
 
         The layers have the order of the request. A copy to the host waits for the step.
         """
+        self.settle()
         found = [self._stage_of[layer].read(layer, rows) for layer in self.request.layers]
         return torch.stack([part.to(device) for part in found], dim=1)

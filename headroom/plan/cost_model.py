@@ -82,6 +82,10 @@ EXCHANGE_HORIZON_TOKENS = 2048
 # memory).
 KEPT_FOR_CHUNK = 0.97
 
+# Sequences are shared among the steps of several stages only if that is predicted to take at most
+# this share of the time of one step for all: the estimates may be wrong by the rest.
+SHARING_WORTH = 0.95
+
 
 def memory_rate(device: DeviceSpec) -> float:
     """Return the bytes per second at which a device's kernels read its own memory."""
@@ -137,6 +141,15 @@ def state_move_bytes(layer: LayerShape) -> int:
     return 2 * (layer.state_values + layer.conv_values) * F32_BYTES
 
 
+def row_move_bytes(layer: LayerShape, settings: PlanSettings) -> float:
+    """Return the bytes of caches and states that a row of a decode step moves in a layer.
+
+    The context is half full.
+    """
+    cache = cache_read_bytes(layer, settings, max(1, settings.context // 2))
+    return cache + state_move_bytes(layer)
+
+
 def layer_read_seconds(
     layer: LayerShape, device: DeviceSpec, settings: PlanSettings, hit_rate: float = 1.0
 ) -> float:
@@ -146,9 +159,8 @@ def layer_read_seconds(
     memory; the time of the others is not part of the result (`cold_seconds`).
     """
     core = core_read_bytes(layer, device, settings)
-    cache = cache_read_bytes(layer, settings, max(1, settings.context // 2))
     experts = hit_rate * layer.experts_used * layer.expert_bytes
-    return (core + cache + state_move_bytes(layer) + experts) / memory_rate(device)
+    return (core + row_move_bytes(layer, settings) + experts) / memory_rate(device)
 
 
 def token_operations(layers: Sequence[LayerShape]) -> float:

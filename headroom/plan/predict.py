@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headroom.machine.devices import DeviceSpec
 from headroom.plan.cost_model import (
+    SHARING_WORTH,
     ColdLayer,
     ColdSpeeds,
     DecodeChoice,
@@ -21,6 +22,7 @@ from headroom.plan.cost_model import (
     memory_rate,
     prefill_seconds,
     prefill_speeds,
+    row_move_bytes,
     token_operations,
 )
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
@@ -30,12 +32,32 @@ from headroom.plan.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a decode step of any number of rows takes on one device, in seconds."""
+
+    weights_s: float  # reading what every row needs: all weights but routed experts
+    row_s: float  # reading a row's caches and states, and computing its cold experts
+    picks_s: float  # reading a row's routed experts in the device's memory
+    experts_s: float  # reading all of those: rows that pick the same expert share it
+    products_s: float  # arithmetic of a row; 0 where the device's speed is not known
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds of a step: the slower of memory and arithmetic."""
+        experts_s = min(rows * self.picks_s, self.experts_s)
+        return max(self.weights_s + rows * self.row_s + experts_s, rows * self.products_s)
+
+
+NO_COST = StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class StagePrediction:
     """What the layers of one device take."""
 
     device: str
     decode_s: float  # a token of one sequence, with its cold experts
     prefill_s: float  # a chunk of a prompt
+    step_cost: StepCost = NO_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +73,17 @@ class Prediction:
     def decode_share(self, stage: StagePrediction) -> float:
         """Return the share of a token's time that a stage takes."""
         return stage.decode_s * self.decode_tokens_per_s
+
+    def pays_to_share(self, sequences: int, steps: int) -> bool:
+        """Return whether sequences decode faster if they are shared among several steps.
+
+        The stages then work on different steps at the same time, but each step reads all weights
+        again. That gains nothing where reading them is what a step's time goes to.
+        """
+        costs = [stage.step_cost for stage in self.stages]
+        rows = -(-sequences // steps)
+        shared_s = steps * max(cost.seconds(rows) for cost in costs)
+        return shared_s < SHARING_WORTH * sum(cost.seconds(sequences) for cost in costs)
 
 
 def predict(
@@ -70,7 +103,8 @@ def predict(
         for name, seconds in own.items():
             decode[name] += seconds
         prefill_s = _prefill_seconds(work, device, prefill_speeds(speeds, settings.cold))
-        parts.append(StagePrediction(plan.name, sum(own.values()), prefill_s))
+        cost = _step_cost(work, device, in_decode)
+        parts.append(StagePrediction(plan.name, sum(own.values()), prefill_s, cost))
     used = {plan.name for plan in layout.devices}
     if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
         used.add(host.name)
@@ -181,6 +215,29 @@ def _decode_parts(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> d
         name = _worker_name(device, choice)
         parts[name] = parts.get(name, 0.0) + count * layer.decode_seconds(speeds, choice)
     return parts
+
+
+def _step_cost(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> StepCost:
+    """Return what a decode step takes, the context half full, by what grows with its rows."""
+    rate, settings = memory_rate(device), work.settings
+    core = sum(core_read_bytes(layer, device, settings) for layer in work.layers)
+    kept = sum(row_move_bytes(layer, settings) for layer in work.layers)
+    picked = sum(x.hit_rate * x.shape.experts_used * x.shape.expert_bytes for x in work.routed())
+    hot = sum(x.hot * x.shape.expert_bytes for x in work.routed())
+    cold_s = 0.0
+    for layer, count in work.with_cold().items():
+        choice = layer.decode_choice(speeds, settings.cold)
+        cold_s += count * layer.decode_seconds(speeds, choice)
+    operations = token_operations(work.layers)
+    if work.has_head:
+        operations += 2.0 * (work.model.head_values or work.model.embed_values)
+    return StepCost(
+        weights_s=(core + work.head_read_bytes(device)) / rate,
+        row_s=kept / rate + cold_s,
+        picks_s=picked / rate,
+        experts_s=hot / rate,
+        products_s=operations / compute_rate(device) if device.flops else 0.0,
+    )
 
 
 def _worker_name(device: DeviceSpec, choice: DecodeChoice) -> str:

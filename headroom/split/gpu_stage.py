@@ -107,6 +107,7 @@ class GpuResult:
     """The results of a step on a GPU; each is copied to the host when it is asked for."""
 
     lasts = False
+    names_tokens = True
 
     def __init__(
         self,
@@ -304,6 +305,11 @@ class GpuStage:
     def forget_captures(self) -> None:
         """Drop the captured steps; each is captured again when it is next used."""
         self._captured.clear()
+
+    def receive(self, received: HandedRows) -> None:
+        """Copy the rows of the stage before; the next step that is given none works on them."""
+        with self._current_device():
+            self._model.receive(received)
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""

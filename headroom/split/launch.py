@@ -43,6 +43,7 @@ from headroom.units import gib
 
 log = logging.getLogger(__name__)
 
+STEPS_AT_ONCE = 2  # steps that the stages of one process work on, if they are on several devices
 TIMED_HANDOVERS = 5  # copies that are timed after loading
 # The plan's lines that hold tensors of the checkpoint.
 WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
@@ -100,9 +101,17 @@ def start_pipeline(
         keepers=[x for cold in colds for x in (cold.shares, cold.policies) if x is not None],
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
+        # What taps record of a step must not mix with the step after.
+        depth=STEPS_AT_ONCE if works_at_once(devices) and tap is None else 1,
+        pays_to_share=plan.predicted.pays_to_share,
         kept_logits=kept_logits,
         features=None if request is None else ModelFeatures(request, kept),
     )
+
+
+def works_at_once(devices: Sequence[DevicePlan]) -> bool:
+    """Return whether the stages of a process can work at the same time: on different devices."""
+    return len({torch_name(device.name) for device in devices}) > 1
 
 
 def _time_handovers(devices: Sequence[DevicePlan], loaded: Sequence[Model]) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,10 +15,11 @@ from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.cache import CacheFiles
-from headroom.layers.draws import Draw
+from headroom.layers.draws import Draw, TokenMask
 from headroom.layers.features import ModelFeatures
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
+from headroom.split.model import HandedRows
 from headroom.split.stage import Stage, StepResult
 from headroom.split.stage_times import NamedTimes
 
@@ -99,16 +101,24 @@ class Pipeline:
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
         depth: int = 1,
+        pays_to_share: Callable[[int, int], bool] = lambda sequences, steps: True,
         restarter: Restarter | None = None,
         kept_logits: torch.Tensor | None = None,
         features: ModelFeatures | None = None,
     ) -> None:
         self._stages = tuple(stages)
-        self.depth = depth  # steps among which sequences are shared, because stages work at once
+        self.depth = depth  # most steps among which sequences are shared: stages work at once
+        self._pays_to_share = cache(pays_to_share)
+        # The stages from this one on run a step when the next one is launched, or when somebody
+        # asks for its results. All stages of a shorter pipeline run when it is launched.
+        self._late_from = _first_late(self._stages) if depth > 1 else len(self._stages)
+        self._late: LateStep | None = None  # a step that these stages have not run yet
         self.vocab = vocab
         # float32 [snapshots, vocabulary]: the logits after the last token of each snapshot.
         self.kept_logits = torch.empty(0, vocab) if kept_logits is None else kept_logits
         self.features = features  # output rows of some layers; None: nobody asked for any
+        if features is not None:
+            features.settle = self.settle
         self.restarter = restarter  # None: what is lost stays lost
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
@@ -194,18 +204,35 @@ class Pipeline:
         """Whether some layers have recurrent states or windows, which no page holds."""
         return any(stage.caches.needs_snapshots for stage in self._stages)
 
+    def steps_for(self, sequences: int) -> int:
+        """Return the number of steps among which so many sequences that decode are shared."""
+        steps = min(self.depth, sequences)
+        return steps if steps > 1 and self._pays_to_share(sequences, steps) else 1
+
+    def settle(self) -> None:
+        """Run what some stages have not run yet of the last step.
+
+        Whoever reads or changes caches besides the steps calls this first.
+        """
+        late, self._late = self._late, None
+        if late is not None:
+            late.run()
+
     def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
         """Copy the state of a sequence that has `position` tokens to a snapshot's slot."""
+        self.settle()
         for stage in self._stages:
             stage.caches.save_state(state_slot, snapshot, position)
 
     def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
         """Copy a snapshot that was taken after `position` tokens to the state of a sequence."""
+        self.settle()
         for stage in self._stages:
             stage.caches.load_state(snapshot, state_slot, position)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page of keys and values in all layers that the engine lends pages to."""
+        self.settle()
         for stage in self._stages:
             stage.caches.copy_page(source, target)
 
@@ -214,7 +241,7 @@ class Pipeline:
         """Tells what all caches hold as bytes; None: some are in other processes."""
         parts = [stage.cache_files for stage in self._stages]
         known = [part for part in parts if part is not None]
-        return PipelineFiles(known) if len(known) == len(parts) else None
+        return PipelineFiles(known, self.settle) if len(known) == len(parts) else None
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how to draw its token, if at all.
@@ -227,17 +254,35 @@ class Pipeline:
                 hint="Draft a chain for this model, or run it without a draft.",
             )
         first, last = self._stages[0], self._stages[-1]
+        if self._late_from < len(self._stages):
+            return self._run_late(batch, draws)
         if first.drawn is None and last.drawn is not None:
-            return HostTokens(self._run_stages(batch, draws))
-        if first.drawn is not None and last.drawn is not None and first.drawn is not last.drawn:
+            return HostTokens(_run_stages(self._stages, batch, draws))
+        # The first stage waits for the copy, and so for the step before: only if it must.
+        if (
+            first.drawn is not None
+            and last.drawn is not None
+            and first.drawn is not last.drawn
+            and int(batch.tokens.min()) < 0
+        ):
             copy_rows(first.drawn, last.drawn)  # tokens of the step before
-        return self._run_stages(batch, draws)
+        return _run_stages(self._stages, batch, draws)
 
-    def _run_stages(self, batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
-        received = None
-        for stage in self._stages[:-1]:
-            received = stage.run(batch, received)
-        return self._stages[-1].step(batch, draws, received)
+    def _run_late(self, batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
+        """Launch a step on the GPUs that come first; meanwhile run the step before on a CPU."""
+        before, self._late = self._late, None
+        if before is not None:
+            before.receive()  # the GPUs' buffers are free then
+        try:
+            received = None
+            for stage in self._stages[: self._late_from]:
+                received = stage.run(batch, received)
+            assert received is not None
+            self._late = LateStep(self._stages[self._late_from :], batch, draws, received)
+        finally:
+            if before is not None:
+                before.run()
+        return self._late
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
@@ -253,11 +298,108 @@ class Pipeline:
             stage.forget_captures()
 
 
+def _run_stages(
+    stages: Sequence[Stage],
+    batch: Batch,
+    draws: Sequence[Draw | None],
+    received: HandedRows | None = None,
+) -> StepResult:
+    """Run a step through consecutive stages, of which the last has the head."""
+    for stage in stages[:-1]:
+        received = stage.run(batch, received)
+    return stages[-1].step(batch, draws, received)
+
+
+def _first_late(stages: Sequence[Stage]) -> int:
+    """Return the first CPU's number after a GPU, if a CPU is last; else the number of stages.
+
+    GPUs that come first can work on a step while the CPU works on the one before. A GPU that comes
+    last needs no such order: it works while the host goes on.
+    """
+    on_cpu = [stage.device.startswith("cpu") for stage in stages]
+    if not on_cpu[-1] or all(on_cpu) or on_cpu[0]:
+        return len(stages)
+    return on_cpu.index(True)
+
+
+class LateStep:
+    """The results of a step whose last stages run on a CPU, later than the GPUs before them.
+
+    The CPU runs it when the next step has been launched on the GPUs, or once somebody asks for
+    results. They are valid until the step after the next begins.
+    """
+
+    lasts = True
+    names_tokens = False
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        batch: Batch,
+        draws: Sequence[Draw | None],
+        received: HandedRows,  # valid until the stage before begins its next step
+    ) -> None:
+        self._stages, self._batch, self._draws = stages, batch, draws
+        self._received: HandedRows | None = received
+        self._result: StepResult | None = None
+        self._error: Exception | None = None  # why the step has failed
+        self.token_rows: Mapping[int, int] = {}
+
+    def receive(self) -> None:
+        """Copy the rows of the stage before; wait until it has computed them."""
+        received, self._received = self._received, None
+        if received is None:
+            return
+        try:
+            self._stages[0].receive(received)
+        except Exception as error:
+            self._error = error
+
+    def run(self) -> None:
+        """Run the step, unless that is done; an error is raised when results are asked for."""
+        if self._result is not None or self._error is not None:
+            return
+        self.receive()
+        try:
+            if self._error is None:
+                self._result = _run_stages(self._stages, self._batch, self._draws)
+        except Exception as error:
+            self._error = error
+
+    @property
+    def _done(self) -> StepResult:
+        self.run()
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The residual stream of all output rows."""
+        return self._done.hidden
+
+    def draw_limited(self, masks: Mapping[int, TokenMask | None]) -> None:
+        """Do nothing: the engine draws all tokens."""
+
+    def tokens(self) -> list[int | None]:
+        """Wait for the step; return None for each output row: the engine draws all tokens."""
+        return self._done.tokens()
+
+    def logits(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return logits `[rows, vocabulary]` of some output rows, float32."""
+        return self._done.logits(rows)
+
+    def normed(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return hidden states of some output rows after the final norm, float32."""
+        return self._done.normed(rows)
+
+
 class PipelineFiles:
     """What the caches of all stages hold, as bytes in host memory."""
 
-    def __init__(self, parts: Sequence[CacheFiles]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[CacheFiles], settle: Callable[[], None]) -> None:
+        self._parts, self._settle = parts, settle
         self._page_sizes = [part.page_bytes for part in parts]
         self._snapshot_sizes = [part.snapshot_bytes for part in parts]
 
@@ -270,6 +412,10 @@ class PipelineFiles:
     def page_bytes(self) -> int:
         """The bytes of one page of all parts."""
         return sum(self._page_sizes)
+
+    def settle(self) -> None:
+        """Let the caches hold what all launched steps write; only the engine's thread may ask."""
+        self._settle()
 
     def read_page(self, page: int) -> torch.Tensor:
         """Return a page as bytes; any thread may ask."""
@@ -298,10 +444,11 @@ class HostTokens:
     The last stage draws them, and the first one, on a CPU, looks them up.
     """
 
+    names_tokens = False
+
     def __init__(self, result: StepResult) -> None:
         self._result = result
-        self.token_rows: Mapping[int, int] = {}  # no later batch may name a token by its row
-        self.lasts = result.lasts
+        self.token_rows, self.lasts = result.token_rows, result.lasts
         self.draw_limited, self.tokens = result.draw_limited, result.tokens
         self.logits, self.normed = result.logits, result.normed
 

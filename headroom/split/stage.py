@@ -24,13 +24,18 @@ class StepResult(Protocol):
 
     @property
     def lasts(self) -> bool:
-        """Whether the results stay valid when later steps begin."""
+        """Whether results stay valid while as many steps are under way as the pipeline allows."""
 
     @property
     def token_rows(self) -> Mapping[int, int]:
-        """The output rows whose tokens the device draws, and where it keeps each token.
+        """The output rows whose tokens the device draws, and where it keeps each token."""
 
-        Until the step after the next begins, a batch may name such a token as -1 - its row here.
+    @property
+    def names_tokens(self) -> bool:
+        """Whether batches may name the tokens that the device draws, before the host knows them.
+
+        Until the step after the next begins, a batch may name such a token as -1 - its row in
+        `token_rows`.
         """
 
     @property
@@ -93,6 +98,9 @@ class Stage(Protocol):
     def store(self) -> ExpertStore | None:
         """Where each expert of this stage is; None if no expert is cold."""
 
+    def receive(self, received: HandedRows) -> None:
+        """Copy the rows of the stage before; the next step that is given none works on them."""
+
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after.
 
@@ -143,6 +151,7 @@ class CpuResult:
     """The results of a step on a CPU, which draws no tokens."""
 
     lasts = False
+    names_tokens = False
 
     def __init__(
         self,
@@ -179,6 +188,7 @@ class CpuStage:
         self.device = device
         self._model = model
         self._times = StageTimes()
+        self._handover_s = 0.0  # of rows that no step has taken yet
 
     @property
     def routing(self) -> RoutingStats | None:
@@ -202,7 +212,7 @@ class CpuStage:
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""
-        handover_s, started = self._receive(received)
+        handover_s, started = self._take(received)
         handed = self._model.handed(self._model.run(batch), len(batch.tokens))
         if self._model.tap is not None:
             self._model.tap.end_step(batch)
@@ -210,13 +220,18 @@ class CpuStage:
         self._times.add(busy_s=busy_s, handover_bytes=handed.nbytes, handover_s=handover_s)
         return handed
 
-    def _receive(self, received: HandedRows | None) -> tuple[float, float]:
+    def receive(self, received: HandedRows) -> None:
+        """Copy the rows of the stage before; the next step that is given none works on them."""
+        started = time.perf_counter()
+        self._model.receive(received)
+        self._handover_s = time.perf_counter() - started
+
+    def _take(self, received: HandedRows | None) -> tuple[float, float]:
         """Copy the rows of the stage before; return how long that took, and the time now."""
-        started = now = time.perf_counter()
         if received is not None:
-            self._model.receive(received)
-            now = time.perf_counter()
-        return now - started, now
+            self.receive(received)
+        handover_s, self._handover_s = self._handover_s, 0.0
+        return handover_s, time.perf_counter()
 
     def step(
         self,
@@ -225,7 +240,7 @@ class CpuStage:
         received: HandedRows | None = None,
     ) -> CpuResult:
         """Run one step on the last stage; the engine draws its tokens."""
-        handover_s, started = self._receive(received)
+        handover_s, started = self._take(received)
         hidden = self._model.forward(batch)
         if self._model.tap is not None:
             self._model.tap.end_step(batch)

@@ -655,6 +655,10 @@ class WorkerChain:
         """Tell every worker to copy a page of keys and values."""
         self._workers.send(cache_message("copy_page", source, target))
 
+    def receive(self, received: HandedRows) -> None:
+        """Not used: the chain is the only stage."""
+        raise AssertionError("workers are the only stage of their pipeline")
+
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Not used: the chain is the only stage."""
         raise AssertionError("workers are the only stage of their pipeline")
@@ -722,6 +726,7 @@ class ChainResult:
     """The results of a step of workers; they stay valid when later steps begin."""
 
     lasts = True
+    names_tokens = False
 
     def __init__(self, chain: WorkerChain, step: int, drawn: list[int], outputs: int) -> None:
         self._chain, self._step, self._drawn, self._outputs = chain, step, drawn, outputs
@@ -898,6 +903,7 @@ def open_worker_pipeline(
         # One more than there are workers: while the engine draws the tokens of one step, each
         # worker has another to compute.
         depth=workers.count + 1 if workers.count > 1 else 1,
+        pays_to_share=plan.predicted.pays_to_share,
         restarter=ChainRestarter(workers, options),
         kept_logits=kept_logits,
     )

@@ -27,6 +27,7 @@ class LastingResult:
     """The results of a step that stay valid when later steps begin."""
 
     lasts = True
+    names_tokens = False
 
     def __init__(self, result: StepResult, number: int, log: list[tuple[str, int]]) -> None:
         self.token_rows: Mapping[int, int] = {}

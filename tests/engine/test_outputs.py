@@ -57,6 +57,8 @@ def running(
 class DrawnResult(CpuResult):
     """The rows of a step, of which the device drew some; it counts the logits of each call."""
 
+    names_tokens = True
+
     def __init__(self, logits: torch.Tensor, drawn: Mapping[int, int]) -> None:
         super().__init__(logits, lambda rows: rows, lambda rows: rows)
         self.token_rows = {row: at for at, row in enumerate(drawn)}

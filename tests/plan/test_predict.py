@@ -27,7 +27,7 @@ from headroom.plan.known import known_shape
 from headroom.plan.layout import Layout
 from headroom.plan.lines import embed_bytes, head_bytes
 from headroom.plan.plan import Plan, make_plan
-from headroom.plan.predict import predict
+from headroom.plan.predict import Prediction, StagePrediction, StepCost, predict
 from headroom.plan.settings import PlanStage
 from headroom.plan.sharing import PICOSECONDS, layer_times
 from tests.plan.shapes import cpu, gpu, host, hybrid_plan, laguna, smollm2, stages_of
@@ -208,3 +208,47 @@ def test_cold_experts_make_decoding_slower_and_are_named() -> None:
     assert hybrid.predicted.decode_tokens_per_s < full.predicted.decode_tokens_per_s
     assert hybrid.predicted.bound_by in ("link of cuda:0", "memory of the host")
     assert full.predicted.bound_by == "memory of cuda:0"
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-27b", "gemma-4-e4b", "qwen3-30b-a3b"])
+def test_a_step_of_one_row_takes_the_time_of_a_token(name: str) -> None:
+    devices = [replace(gpu(24), flops=0.0), replace(gpu(24, "cuda:1"), flops=0.0), host(64)]
+    plan = make_plan([known_shape(f"{name}:q4_k_m")], devices, Options(context=8192))
+    for stage in plan.predicted.stages:
+        assert stage.step_cost.seconds(1) == pytest.approx(stage.decode_s, rel=1e-9)
+        assert stage.step_cost.seconds(8) < 8 * stage.decode_s  # rows share the weights
+
+
+def test_rows_of_a_step_read_each_expert_once() -> None:
+    (stage,) = make_plan([laguna()], [gpu(48), host(64)], Options()).predicted.stages
+    cost = stage.step_cost
+    assert cost.experts_s == pytest.approx(256 / 8 * cost.picks_s)  # of 256 experts a row picks 8
+    assert replace(cost, products_s=0.0).seconds(100) == pytest.approx(
+        cost.weights_s + 100 * cost.row_s + cost.experts_s
+    )
+
+
+def predicted(*costs: tuple[float, float]) -> Prediction:
+    """Stages with so many seconds of reading weights, and of arithmetic for a row."""
+    stages = [
+        StagePrediction("cpu", 1.0, 1.0, StepCost(weights, 0.0, 0.0, 0.0, products))
+        for weights, products in costs
+    ]
+    return Prediction(1.0, 1.0, "", True, tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("costs", "sequences", "steps", "pays"),
+    [
+        (((1.0, 0.9), (1.0, 0.9)), 8, 2, True),  # 2 x 3.6 s instead of 14.4 s
+        (((1.0, 0.9), (1.0, 0.9)), 8, 3, True),  # 3 x 2.7 s
+        (((1.0, 0.0), (1.0, 0.0)), 8, 2, False),  # 2 x 1 s: all weights are read twice
+        (((1.0, 0.0), (0.1, 0.05)), 8, 2, False),  # 2 x 1 s instead of 1.4 s
+        (((0.1, 0.0), (1.0, 0.5)), 8, 2, False),  # 2 x 2 s instead of 4.1 s: next to nothing
+        (((1.0, 0.0), (1.0, 0.25)), 8, 2, True),  # 2 x 1 s instead of 3 s
+    ],
+)
+def test_sequences_are_shared_where_arithmetic_takes_the_time_of_stages_that_are_alike(
+    costs: tuple[tuple[float, float], ...], sequences: int, steps: int, pays: bool
+) -> None:
+    assert predicted(*costs).pays_to_share(sequences, steps) == pays
