@@ -99,12 +99,6 @@ def open_engine(
             hint="Leave out --workers (or HEADROOM_WORKERS).",
             param="workers",
         )
-    if features is not None and options.workers is not None:
-        raise OptionError(
-            "Worker processes do not keep the features of layers.",
-            hint="Leave out --workers (or HEADROOM_WORKERS).",
-            param="workers",
-        )
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
@@ -115,7 +109,7 @@ def open_engine(
             # where every byte goes
             plan = make_run_plan(model.shape, options, memory_left, features=features)
         else:
-            plan = make_worker_plan(model.shape, workers.devices, options)
+            plan = make_worker_plan(model.shape, workers.devices, options, features)
         _log_plan(plan)
         placement = find_placement(  # which routed experts are hot
             model.shape, plan, options, model.checkpoint.identity, records.file.counts

@@ -20,22 +20,45 @@ from headroom.plan.settings import FeatureRequest
 QUANTISED_ROWS = 32
 
 
-class StageFeatures:
-    """The output rows of those layers of one stage that a caller asked for; of the last step."""
+class FeatureRows:
+    """The output rows of some layers of one stage, of the last step."""
 
     def __init__(
         self,
         layers: Sequence[int],  # numbers in the model
         kind: str,  # type of the kept values: f32, f16, bf16 or q8_0
+        hidden: int,
+        # Returns them: [rows, layers, hidden], or for q8_0 uint8 [rows, layers, bytes].
+        find: Callable[[], torch.Tensor],
+    ) -> None:
+        self.layers, self.hidden = tuple(layers), hidden
+        self._quant, self._plain = BY_NAME[kind], kind in PLAIN_TYPES
+        self._find = find
+
+    def stored(self, layer: int, rows: int) -> torch.Tensor:
+        """Return the first rows of a layer as they are kept: floats, or bytes of q8_0 blocks."""
+        return self._find()[:rows, self.layers.index(layer)]
+
+    def read(self, layer: int, rows: int) -> torch.Tensor:
+        """Return the first rows of a layer as float32 `[rows, hidden]` on the stage's device."""
+        stored = self.stored(layer, rows)
+        return stored.float() if self._plain else dequantise(stored, self._quant, self.hidden)
+
+
+class StageFeatures(FeatureRows):
+    """The output rows of those layers of one stage that a caller asked for, as the stage keeps."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        kind: str,
         rows: int,  # most rows of a step, with padding
         hidden: int,
         device: str,  # torch's name
     ) -> None:
-        self.layers, self.hidden = tuple(layers), hidden
-        self._quant, self._plain = BY_NAME[kind], kind in PLAIN_TYPES
+        super().__init__(layers, kind, hidden, lambda: self._kept)
         width = hidden if self._plain else self._quant.bytes_for(hidden)
         dtype = PLAIN_TYPES.get(kind, torch.uint8)
-        # [rows, layers, hidden], or for q8_0 uint8 [rows, layers, bytes]
         self._kept = torch.zeros(rows, len(self.layers), width, dtype=dtype, device=device)
 
     @property
@@ -43,21 +66,16 @@ class StageFeatures:
         """The bytes of the buffer."""
         return self._kept.nbytes
 
+    def first_rows(self, rows: int) -> torch.Tensor:
+        """Return the first rows of all layers as they are kept, for another process."""
+        return self._kept[:rows]
+
     def keeping(self, layer: int, block: Block) -> Block:
         """Return a layer that also keeps its output rows, if it is one of those asked for."""
         if layer not in self.layers:
             return block
         place = self._kept[:, self.layers.index(layer)]
         return _KeepingBlock(block, lambda x: self._keep(x, place))
-
-    def stored(self, layer: int, rows: int) -> torch.Tensor:
-        """Return the first rows of a layer as they are kept: floats, or bytes of q8_0 blocks."""
-        return self._kept[:rows, self.layers.index(layer)]
-
-    def read(self, layer: int, rows: int) -> torch.Tensor:
-        """Return the first rows of a layer as float32 `[rows, hidden]` on the stage's device."""
-        stored = self.stored(layer, rows)
-        return stored.float() if self._plain else dequantise(stored, self._quant, self.hidden)
 
     def _keep(self, x: torch.Tensor, place: torch.Tensor) -> None:
         if self._plain:
@@ -88,7 +106,7 @@ class ModelFeatures:
     until the next step is launched. Work that reads them must be launched before that.
     """
 
-    def __init__(self, request: FeatureRequest, stages: Sequence[StageFeatures]) -> None:
+    def __init__(self, request: FeatureRequest, stages: Sequence[FeatureRows]) -> None:
         self.request = request
         self._stage_of = {layer: stage for stage in stages for layer in stage.layers}
         self.settle: Callable[[], None] = lambda: None  # lets all stages run the last step

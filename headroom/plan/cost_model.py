@@ -84,7 +84,7 @@ KEPT_FOR_CHUNK = 0.97
 
 # Sequences are shared among the steps of several stages only if that is predicted to take at most
 # this share of the time of one step for all: the estimates may be wrong by the rest.
-SHARING_WORTH = 0.95
+SHARING_WORTH = 0.9
 
 
 def memory_rate(device: DeviceSpec) -> float:

@@ -87,15 +87,21 @@ def named_devices(plan: Plan) -> str:
     return ",".join(physical_name(device.name) for device in plan.devices)
 
 
-def make_worker_plan(shape: ModelShape, devices: Sequence[DeviceSpec], options: Options) -> Plan:
+def make_worker_plan(
+    shape: ModelShape,
+    devices: Sequence[DeviceSpec],
+    options: Options,
+    features: FeatureRequest | None = None,
+) -> Plan:
     """Return a plan for the devices of worker processes, in their order.
 
-    The plan depends on nothing but its arguments, so that each worker can make it again.
+    `features` are the layers whose output rows are kept and sent to the engine. The plan depends
+    on nothing but its arguments, so that each worker can make it again.
     """
     options = replace(without_plan_options(options), device=None, threads=None)
     if not any(device.holds_all for device in devices):
         devices = [*devices, replace(detect_cpu(), name="host", runs_layers=False)]
-    return make_plan([shape], devices, options)
+    return make_plan([shape], devices, options, features)
 
 
 def _plan_on_gpus(

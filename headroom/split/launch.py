@@ -21,7 +21,7 @@ from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
-from headroom.layers.features import ModelFeatures
+from headroom.layers.features import ModelFeatures, StageFeatures
 from headroom.machine.devices import physical_name, torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import out_of_memory
@@ -157,6 +157,7 @@ class OpenedStage:
     stage: Stage
     memory: StageMemory  # of its device
     times: LoadTimes
+    features: StageFeatures | None = None  # output rows of some layers; None: nobody asked for any
 
 
 def open_stage(
@@ -181,7 +182,8 @@ def open_stage(
     told.end()
     (stage,), capture_s = _open_stages(plan, model.config, [device], [loaded], memory, progress)
     check_memory(plan, device, own_memory.allocated, held_before)
-    return OpenedStage(stage, own_memory, replace(times, capture_s=capture_s))
+    times = replace(times, capture_s=capture_s)
+    return OpenedStage(stage, own_memory, times, loaded.features)
 
 
 def _open_exchanges(

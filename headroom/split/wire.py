@@ -31,7 +31,14 @@ SECRET_BYTES = 32
 _LENGTH = struct.Struct("<I")  # of the header that follows
 _TYPES = {
     str(kind).removeprefix("torch."): kind
-    for kind in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+    for kind in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
 }
 
 # Errors that parsing a malformed header can raise.

@@ -243,6 +243,7 @@ class _Steps:
         self, opened: OpenedStage, neighbours: Neighbours, workers: int, connection: Connection
     ) -> None:
         self._stage, self._neighbours = opened.stage, neighbours
+        self._features = opened.features
         self._last, self._connection = neighbours.is_last, connection
         # The engine reads one step while one more than there are workers are under way.
         self._most_kept = workers + 2
@@ -282,6 +283,9 @@ class _Steps:
         told["waited_s"] = got - started
         told["busy_s"] = done - got - handover_s
         told["handover_bytes"], told["handover_s"] = handover_bytes, handover_s
+        if self._features is not None:
+            answer.append(self._features.first_rows(rows).cpu())
+        told["features"] = self._features is not None
         self._connection.send(told, answer)
 
     def _keep(self, step: int, result: StepResult) -> None:
@@ -337,7 +341,7 @@ def _proved(connection: Connection, token: str) -> Connection:
 
 def planned(model: ModelDescription, order: LoadOrder) -> Plan:
     """Make the engine's plan again, and return it; raise ModelError if it differs there."""
-    plan = make_plan([model.shape], order.devices, order.options)
+    plan = make_plan([model.shape], order.devices, order.options, order.features)
     if order.hot is not None:
         plan = plan.placed([len(ids) for ids in order.hot])
     if plan_digest(plan) != order.plan_digest:

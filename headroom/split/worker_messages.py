@@ -8,6 +8,7 @@ import torch
 from headroom.layers.batch import Batch, Span
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
+from headroom.plan.settings import FeatureRequest
 from headroom.split.wire import Header, WireError
 
 LOST = 70  # exit status of a worker that ends because its engine or a worker next to it is gone
@@ -30,6 +31,7 @@ class LoadOrder:
     devices: tuple[DeviceSpec, ...]  # of all workers, in the order of the stages
     plan_digest: str  # of the plan that these devices and options give
     hot: tuple[tuple[int, ...], ...] | None  # hot experts by layer; None: all are hot
+    features: FeatureRequest | None  # layers whose output rows are sent with each step; None: none
     meeting: tuple[str, int]  # where the workers of this start find each other
     group: str  # a name that only this start uses
 
@@ -54,6 +56,7 @@ class LoadOrder:
             "devices": [asdict(device) for device in self.devices],
             "plan": self.plan_digest,
             "hot": self.hot,
+            "features": None if self.features is None else asdict(self.features),
             "meeting": list(self.meeting),
             "group": self.group,
         }
@@ -61,7 +64,7 @@ class LoadOrder:
     @classmethod
     def read(cls, header: Header) -> "LoadOrder":
         """Return the order that a message gives."""
-        hot = header["hot"]
+        hot, features = header["hot"], header["features"]
         host, port = header["meeting"]
         return cls(
             worker=int(header["worker"]),
@@ -71,6 +74,9 @@ class LoadOrder:
             devices=tuple(DeviceSpec(**device) for device in header["devices"]),
             plan_digest=str(header["plan"]),
             hot=None if hot is None else tuple(tuple(map(int, ids)) for ids in hot),
+            features=None
+            if features is None
+            else FeatureRequest(tuple(map(int, features["layers"])), str(features["type"])),
             meeting=(str(host), int(port)),
             group=str(header["group"]),
         )

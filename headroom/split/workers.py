@@ -18,10 +18,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from headroom.errors import DeviceError, OptionError
 from headroom.experts.placement import ExpertPlacement
 from headroom.layers.batch import Batch
 from headroom.layers.draws import Draw, TokenMask
+from headroom.layers.features import FeatureRows, ModelFeatures
 from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.options import Options, child_environment
 from headroom.plan.describe import ModelDescription
 from headroom.plan.lines import kept_logits_bytes
 from headroom.plan.plan import Plan
+from headroom.plan.settings import FeatureRequest
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.model import HandedRows
 from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
@@ -159,6 +162,8 @@ class Workers:
         # Answers that are awaited, oldest first: by kind and number, with the rows they are about.
         self._wanted: dict[tuple[str, int], int] = {}
         self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # those that have come
+        # Output rows of layers, by worker and step, of the last steps.
+        self._features: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
         self._watched: tuple[object, ...] = ()  # the oldest step and its progress, as last seen
         self._moved_at = 0.0  # time.monotonic() when that last changed
         self._order: tuple[Plan, ModelDescription, ExpertPlacement | None] | None = None
@@ -191,6 +196,7 @@ class Workers:
         with self._changed:
             self._answers.clear()
             self._wanted.clear()
+            self._features.clear()
         self._workers = [
             _Worker(number, host)
             for number, host in enumerate(x.host for x in self._hosts for _ in range(x.count))
@@ -237,6 +243,7 @@ class Workers:
                 devices=plan.problem.devices,
                 plan_digest=digest,
                 hot=None if placement is None else placement.hot,
+                features=plan.problem.request.features,
                 meeting=meeting,
                 group=group,
             )
@@ -319,6 +326,14 @@ class Workers:
                 self._answers.pop(key, None)
             del self._wanted[kind, number]
             return self._answers.pop((kind, number))
+
+    def features(self, number: int, step: int) -> torch.Tensor:
+        """Wait until a worker has computed a recent step; return what it keeps of its layers."""
+        with self._changed:
+            while (number, step) not in self._features:
+                self._check()
+                self._changed.wait()
+            return self._features[number, step]
 
     def close(self) -> None:
         """End all workers; no step follows."""
@@ -504,6 +519,8 @@ class Workers:
                     if kind == "result":
                         worker.times.add_told(header)
                         worker.done = int(header["step"])
+                        if header["features"]:
+                            self._keep_features(worker, tensors.pop())
                         if worker is self._workers[-1]:
                             self._answer("step", header["step"], tensors)
                     elif kind == "rows":
@@ -524,6 +541,12 @@ class Workers:
     def _answer(self, kind: str, number: int, tensors: list[torch.Tensor]) -> None:
         if (kind, number) in self._wanted:
             self._answers[kind, number] = tensors
+
+    def _keep_features(self, worker: _Worker, rows: torch.Tensor) -> None:
+        """Keep what a worker has sent of its layers, for as many steps as can be under way."""
+        self._features[worker.number, worker.done] = rows
+        while len(self._features) > self.count * (self.count + 2):
+            self._features.popitem(last=False)
 
     def _watch(self, worker: _Worker, progress: int) -> None:
         """Note a worker's progress; lose the worker that the oldest step waits for if it hangs."""
@@ -677,6 +700,10 @@ class WorkerChain:
         self._workers.expect("step", self._steps, len(batch.tokens))
         self._workers.send(header, tensors)
         return ChainResult(self, self._steps, drawn, len(batch.output_rows))
+
+    def features(self, number: int) -> torch.Tensor:
+        """Return what a worker keeps of its layers, of the last step that was sent."""
+        return self._workers.features(number, self._steps)
 
     def finish(self, step: int) -> list[torch.Tensor]:
         """Wait until the last worker has computed a step; return the logits that it sent."""
@@ -889,6 +916,7 @@ def open_worker_pipeline(
             {"snapshots": planned}, Counter({"snapshots": kept_logits.nbytes})
         )
     needs_snapshots = any(layer.kind != "full" for layer in model.shape.layers)
+    request = plan.problem.request.features
     chain = WorkerChain(workers, plan.devices[0].name, needs_snapshots=needs_snapshots)
     return Pipeline(
         [chain],
@@ -905,7 +933,23 @@ def open_worker_pipeline(
         depth=workers.count + 1 if workers.count > 1 else 1,
         pays_to_share=plan.predicted.pays_to_share,
         restarter=ChainRestarter(workers, options),
+        features=None if request is None else _features_of(chain, request, plan, model),
         kept_logits=kept_logits,
+    )
+
+
+def _features_of(
+    chain: WorkerChain, request: FeatureRequest, plan: Plan, model: ModelDescription
+) -> ModelFeatures:
+    """Return the output rows of layers as the workers send them with each step."""
+    hidden = model.config.hidden
+    return ModelFeatures(
+        request,
+        [
+            FeatureRows(own, request.type, hidden, partial(chain.features, number))
+            for number, device in enumerate(plan.devices)
+            if (own := request.within(device.layers))
+        ],
     )
 
 

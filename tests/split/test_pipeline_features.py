@@ -1,7 +1,6 @@
 """Features: the rows between layers are transformers' own, however the layers are split."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +8,30 @@ import torch
 
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
-from headroom.errors import OptionError, PlanError
+from headroom.errors import PlanError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
-from headroom.llm import open_engine
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.settings import FeatureRequest
+from headroom.split.choice import make_worker_plan
 from headroom.split.launch import start_pipeline
 from headroom.split.pipeline import Pipeline
+from headroom.split.workers import Workers, end_on_error, open_worker_pipeline
 from tests.families.oracles import PROMPT, variant
 from tests.running import PAGE_SIZE, running
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
 
+SETTINGS: dict[str, Any] = {
+    "context": 128,
+    "parallel": 2,
+    "chunk": 16,
+    "dtype": "f32",
+    "kv_type": "f32",
+    "threads": 1,
+}
 PIECES = (9, 1, 6, 8)  # rows of the steps that read PROMPT
 # Relative errors of rounded values. In q8_0 a value is off by half a step, which is a 127th of the
 # largest of 32 values, and the step is rounded to f16: both errors are relative to the largest.
@@ -49,8 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
 def opened(
     checkpoint: Checkpoint, request: FeatureRequest | None, **settings: Any
 ) -> tuple[Plan, Pipeline]:
-    given = {"context": 128, "parallel": 2, "chunk": 16, "dtype": "f32", "kv_type": "f32"}
-    options = Options(**(given | {"threads": 1} | settings))
+    options = Options(**(SETTINGS | settings))
     model = describe(checkpoint)
     plan = make_plan([model.shape], plan_devices(options), options, request)
     return plan, start_pipeline(plan, model)
@@ -59,8 +66,11 @@ def opened(
 def features(
     checkpoint: Checkpoint, request: FeatureRequest, **settings: Any
 ) -> torch.Tensor:  # [tokens, layers, hidden]
+    return read_features(*opened(checkpoint, request, **settings))
+
+
+def read_features(plan: Plan, pipeline: Pipeline) -> torch.Tensor:
     """Read a prompt in several steps; return the features of all its tokens."""
-    plan, pipeline = opened(checkpoint, request, **settings)
     assert pipeline.features is not None
     planned = sum(device.allocated.get("features", 0) for device in plan.devices)
     assert pipeline.allocated["features"] == planned > 0
@@ -157,7 +167,19 @@ def test_layers_and_types_that_cannot_be_had_are_refused(
         opened(checkpoints["llama"], request_)
 
 
-def test_workers_refuse_features_before_any_is_started(tiny_path: Path) -> None:
-    model = describe(open_checkpoint(tiny_path))
-    with pytest.raises(OptionError, match="Worker processes do not keep the features of layers"):
-        open_engine(model, Options(workers="2"), features=FeatureRequest((0,)))
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_features_of_workers_are_those_of_one_stage(
+    kind: str, checkpoints: dict[str, Checkpoint]
+) -> None:
+    checkpoint = checkpoints["llama"]
+    model = describe(checkpoint)
+    count = len(model.shape.layers)
+    request = FeatureRequest((count - 1, 0), kind)
+    options = Options(**(SETTINGS | {"workers": "2"}))
+    workers = Workers(options)
+    with end_on_error(workers):
+        workers.start()
+        plan = make_worker_plan(model.shape, workers.devices, options, request)
+        pipeline = open_worker_pipeline(workers, plan, model, options)
+    assert len(plan.devices) == 2
+    assert torch.equal(read_features(plan, pipeline), features(checkpoint, request))

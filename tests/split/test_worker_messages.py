@@ -6,6 +6,7 @@ import torch
 from headroom.layers.batch import Batch, Span
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
+from headroom.plan.settings import FeatureRequest
 from headroom.split.wire import WireError
 from headroom.split.worker_messages import (
     LoadOrder,
@@ -26,6 +27,7 @@ ORDER = LoadOrder(
     ),
     plan_digest="d",
     hot=((), (1, 2)),
+    features=FeatureRequest((3, 1), "q8_0"),
     meeting=("127.0.0.1", 7),
     group="g",
 )
@@ -36,6 +38,7 @@ def test_an_order_arrives_without_the_settings_of_the_server() -> None:
     assert found.options == Options(context=512, dtype="f32")
     assert "secret" not in str(ORDER.message())
     assert found.devices == ORDER.devices
+    assert found.features == ORDER.features
     assert (found.worker, found.hot, found.meeting) == (1, ((), (1, 2)), ("127.0.0.1", 7))
 
 
