@@ -7,12 +7,12 @@ is split.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from headroom.experts.layer_store import LayerStore
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import (
     CacheTotals,
@@ -23,10 +23,20 @@ from headroom.experts.telemetry import (
 )
 
 
+class ModelRouting(Protocol):
+    """How often each expert was picked, here or in other processes."""
+
+    def counts(self) -> torch.Tensor:
+        """Return all choices so far, `[layers, experts]`, copied to host memory."""
+
+    def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all choices so far, and those of decode steps alone."""
+
+
 class JoinedRouting:
     """The counts of several stages; a layer has counts in one of them, and zeros in the others."""
 
-    def __init__(self, parts: Sequence[RoutingStats]) -> None:
+    def __init__(self, parts: Sequence[ModelRouting]) -> None:
         self._parts = tuple(parts)
 
     def counts(self) -> torch.Tensor:
@@ -84,11 +94,10 @@ class JoinedStore:
         return replace(placements[0], hot=tuple(hot))
 
 
-ModelRouting = RoutingStats | JoinedRouting
 ModelStore = ExpertStore | JoinedStore
 
 
-def join_routing(parts: Sequence[RoutingStats]) -> ModelRouting | None:
+def join_routing(parts: Sequence[ModelRouting]) -> ModelRouting | None:
     """Return the counts of all stages that have experts; None if no stage has any."""
     if len(parts) < 2:
         return parts[0] if parts else None

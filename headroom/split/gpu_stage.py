@@ -194,6 +194,11 @@ class GpuStage:
         self._reads = deque(_TokenRead.allocate(most, there) for _ in range(2))
 
     @property
+    def has_head(self) -> bool:
+        """Whether this stage returns logits."""
+        return self._model.has_head
+
+    @property
     def routing(self) -> RoutingStats | None:
         """How often each expert of this stage was picked; None without experts."""
         return self._model.routing

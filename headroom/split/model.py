@@ -78,6 +78,11 @@ class Model:
         return None if self.cold_experts is None else self.cold_experts.store
 
     @property
+    def has_head(self) -> bool:
+        """Whether this stage returns logits."""
+        return self._head is not None
+
+    @property
     def capturable(self) -> bool:
         """Whether a decode step can be captured: a CudaBlock never waits for the host."""
         return all(isinstance(block, CudaBlock) for block in self._blocks)

@@ -9,9 +9,10 @@ from typing import Protocol
 
 import torch
 
-from headroom.errors import KernelError
+from headroom.errors import DeviceError, KernelError
 from headroom.experts.exchange import StoreExchanges
 from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join_stores
+from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdMeter
 from headroom.layers.batch import Batch
 from headroom.layers.cache import CacheFiles
@@ -105,8 +106,15 @@ class Pipeline:
         restarter: Restarter | None = None,
         kept_logits: torch.Tensor | None = None,
         features: ModelFeatures | None = None,
+        placement: ExpertPlacement | None = None,
     ) -> None:
         self._stages = tuple(stages)
+        if not self._stages[-1].has_head:
+            raise DeviceError(
+                f"{self._stages[-1].device} is the last stage and has no head, so that it cannot "
+                "return logits.",
+                hint="Give the model's last layers to the last stage: the head lies with them.",
+            )
         self.depth = depth  # most steps among which sequences are shared: stages work at once
         self._pays_to_share = cache(pays_to_share)
         # The stages from this one on run a step when the next one is launched, or when somebody
@@ -120,6 +128,8 @@ class Pipeline:
         if features is not None:
             features.settle = self.settle
         self.restarter = restarter  # None: what is lost stays lost
+        # Which experts were hot at the load, if other processes have some cold; else None.
+        self.placement = placement
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
         self.meter = meter  # what cold experts cost; None if no expert is cold
@@ -145,8 +155,9 @@ class Pipeline:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether all layers run on CPUs, so that a step has ended when its call returns."""
-        return all(device.startswith("cpu") for device in self.devices)
+        """Whether this process runs all layers on CPUs: a step has ended when its call returns."""
+        here = self.restarter is None  # no worker processes
+        return here and all(device.startswith("cpu") for device in self.devices)
 
     @property
     def allocated(self) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from headroom.experts.joined import ModelRouting
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
@@ -83,7 +84,11 @@ class Stage(Protocol):
         """
 
     @property
-    def routing(self) -> RoutingStats | None:
+    def has_head(self) -> bool:
+        """Whether this stage returns logits."""
+
+    @property
+    def routing(self) -> ModelRouting | None:
         """How often each expert of this stage was picked; None without experts."""
 
     @property
@@ -189,6 +194,11 @@ class CpuStage:
         self._model = model
         self._times = StageTimes()
         self._handover_s = 0.0  # of rows that no step has taken yet
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this stage returns logits."""
+        return self._model.has_head
 
     @property
     def routing(self) -> RoutingStats | None:

@@ -70,10 +70,12 @@ class ExpertUpkeep:
         self._store, self._keepers = pipeline.store, pipeline.keepers
         self._exchanging = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
-        if (placement := self._placement()) is not None:
-            self._hits.set_placement(placement)
-        self._some_cold = placement is not None
-        # With all experts hot on a GPU, reading the counts is not worth waiting for a step.
+        placement = self._placement()
+        if (known := placement or pipeline.placement) is not None:
+            self._hits.set_placement(known)
+        self._some_cold = placement is not None  # in this process
+        # With all experts hot on a GPU, or in other processes, reading the counts is not worth
+        # waiting for a step.
         self._watched = self._some_cold or pipeline.on_cpu
         self._exchanged, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0

@@ -255,6 +255,8 @@ class _Steps:
         header = message.header
         if header["type"] == "rows":
             self._answer_rows(header)
+        elif header["type"] == "counts":
+            self._answer_counts(header)
         elif header["type"] == "caches":
             assert header["do"] in CACHE_MOVES
             getattr(self._stage.caches, header["do"])(*header["arguments"])
@@ -303,6 +305,12 @@ class _Steps:
         elif header["kind"] == "normed":
             hidden = self._stage.normed(hidden).float()
         self._connection.send({"type": "rows", "ask": header["ask"]}, [hidden.cpu()])
+
+    def _answer_counts(self, header: Header) -> None:
+        """Send how often each expert was picked, int64 `[2, layers, experts]`: all, and decode."""
+        routing = self._stage.routing
+        counts = [] if routing is None else [torch.stack(routing.counts_with_decode())]
+        self._connection.send({"type": "counts", "ask": header["ask"]}, counts)
 
 
 def own_device(options: Options) -> DeviceSpec:

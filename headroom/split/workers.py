@@ -161,6 +161,8 @@ class Workers:
         self._closing = False
         # Answers that are awaited, oldest first: by kind and number, with the rows they are about.
         self._wanted: dict[tuple[str, int], int] = {}
+        self._asked = 0  # questions about counts of picks
+        self.starts = 0  # how often all workers were started
         self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # those that have come
         # Output rows of layers, by worker and step, of the last steps.
         self._features: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
@@ -197,6 +199,7 @@ class Workers:
             self._answers.clear()
             self._wanted.clear()
             self._features.clear()
+        self.starts += 1
         self._workers = [
             _Worker(number, host)
             for number, host in enumerate(x.host for x in self._hosts for _ in range(x.count))
@@ -326,6 +329,19 @@ class Workers:
                 self._answers.pop(key, None)
             del self._wanted[kind, number]
             return self._answers.pop((kind, number))
+
+    def counts(self) -> list[torch.Tensor]:
+        """Return how often the workers' experts were picked since this start; see `WorkerRouting`.
+
+        This waits for all steps that were sent.
+        """
+        self._asked += 1
+        asked = self._asked
+        for number in range(self.count):
+            self.expect(_counts_of(number), asked, 0)
+        self.send({"type": "counts", "ask": asked})
+        answers = [self.take(_counts_of(number), asked) for number in range(self.count)]
+        return [tensor for answer in answers for tensor in answer]
 
     def features(self, number: int, step: int) -> torch.Tensor:
         """Wait until a worker has computed a recent step; return what it keeps of its layers."""
@@ -523,6 +539,8 @@ class Workers:
                             self._keep_features(worker, tensors.pop())
                         if worker is self._workers[-1]:
                             self._answer("step", header["step"], tensors)
+                    elif kind == "counts":
+                        self._answer(_counts_of(worker.number), header["ask"], tensors)
                     elif kind == "rows":
                         self._answer("rows", header["ask"], tensors)
                     else:
@@ -575,7 +593,10 @@ class Workers:
         for (kind, number), rows in self._wanted.items():
             if (kind, number) in self._answers or not self._workers:
                 continue
-            late = [x for x in self._workers if kind == "step" and x.done < number]
+            if kind == "step":
+                late = [x for x in self._workers if x.done < number]
+            else:
+                late = [x for x in self._workers if kind == _counts_of(x.number)]
             return (late[0] if late else self._workers[-1]), (kind, number), rows
         return None
 
@@ -649,11 +670,18 @@ class WorkerChain:
     """All workers as one stage, which can take several steps at once."""
 
     drawn: torch.Tensor | None = None  # the engine draws all tokens
-    routing = None  # workers count no choices of experts
     store = None
+    has_head = True
 
-    def __init__(self, workers: Workers, device: str, *, needs_snapshots: bool) -> None:
-        self._workers, self.device = workers, device
+    def __init__(
+        self,
+        workers: Workers,
+        device: str,
+        routing: "WorkerRouting | None" = None,  # None: the model has no experts
+        *,
+        needs_snapshots: bool,
+    ) -> None:
+        self._workers, self.device, self.routing = workers, device, routing
         self._steps = self._asked = 0
         self.needs_snapshots = needs_snapshots
 
@@ -747,6 +775,36 @@ class WorkerChain:
         """Return what the steps of each worker took, by the name of its device."""
         names = [device.name for device in self._workers.devices]
         return list(zip(names, self._workers.times, strict=False))
+
+
+class WorkerRouting:
+    """How often each expert was picked in all workers.
+
+    Workers that are started again count from 0. What they had counted since somebody asked is lost.
+    """
+
+    def __init__(self, workers: Workers, layers: int, experts: int) -> None:
+        self._workers = workers
+        self._before = torch.zeros(2, layers, experts, dtype=torch.int64)  # of earlier starts
+        self._now = torch.zeros_like(self._before)  # of the present one, when it was last asked
+        self._start = workers.starts
+
+    def counts(self) -> torch.Tensor:
+        """Return all choices so far, `[layers, experts]`."""
+        return self.counts_with_decode()[0]
+
+    def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all choices so far, and those of decode steps alone.
+
+        While a worker is lost, these are the choices that were read last.
+        """
+        with contextlib.suppress(WorkerLostError):
+            found = self._workers.counts()
+            if self._workers.starts != self._start:
+                self._before, self._start = self._before + self._now, self._workers.starts
+            self._now = torch.stack(found).sum(0)
+        every, decode = self._before + self._now
+        return every, decode
 
 
 class ChainResult:
@@ -917,7 +975,10 @@ def open_worker_pipeline(
         )
     needs_snapshots = any(layer.kind != "full" for layer in model.shape.layers)
     request = plan.problem.request.features
-    chain = WorkerChain(workers, plan.devices[0].name, needs_snapshots=needs_snapshots)
+    experts = max(layer.experts for layer in model.shape.layers)
+    routing = WorkerRouting(workers, len(model.shape.layers), experts) if experts else None
+    name = plan.devices[0].name
+    chain = WorkerChain(workers, name, routing, needs_snapshots=needs_snapshots)
     return Pipeline(
         [chain],
         model.config.vocab,
@@ -933,6 +994,7 @@ def open_worker_pipeline(
         depth=workers.count + 1 if workers.count > 1 else 1,
         pays_to_share=plan.predicted.pays_to_share,
         restarter=ChainRestarter(workers, options),
+        placement=placement,
         features=None if request is None else _features_of(chain, request, plan, model),
         kept_logits=kept_logits,
     )
@@ -1022,6 +1084,11 @@ def _open_meeting(connection: Connection | None) -> tuple[Any, tuple[str, int]]:
         master_listen_fd=listener.detach(),
     )
     return store, (host, port)
+
+
+def _counts_of(number: int) -> str:
+    """Return the kind of a worker's answer about its experts."""
+    return f"counts of {number}"
 
 
 def _addresses(host: str) -> set[str]:

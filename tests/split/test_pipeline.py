@@ -12,6 +12,7 @@ import torch
 
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent, TokenLogprobs
+from headroom.errors import DeviceError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.machine.devices import DeviceSpec
@@ -193,6 +194,13 @@ def test_stages_of_16_bits_give_the_tokens_of_one_if_rows_are_handed_over_in_flo
     if same:
         whole = opened(checkpoint, device="cuda:0", **given)
         assert split == answers(*whole, PROMPTS[:1], together=True)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_last_stage_that_cannot_return_logits_is_refused_by_name(checkpoint: Checkpoint) -> None:
+    _, pipeline = opened(checkpoint, device="cpu,cpu")
+    with pytest.raises(DeviceError, match="cpu is the last stage and has no head"):
+        Pipeline(pipeline._stages[:1], pipeline.vocab)
 
 
 @pytest.mark.parametrize("checkpoint", ["gemma4-e4b"], indirect=True)

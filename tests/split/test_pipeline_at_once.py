@@ -174,7 +174,9 @@ class OneAsker(Asker):
 
 
 class PlayedStage:
-    """A stage that notes its calls; `fails` names the steps, by their first position, that do."""
+    """A stage that notes its calls; `fails` names the step, by its first position, that does."""
+
+    has_head = True
 
     def __init__(
         self, device: str, log: list[str], drawn: torch.Tensor | None = None, fails: int = -1

@@ -34,6 +34,8 @@ POLICY = ExchangePolicy(min_gain=2.0, false_chance=1, per_layer=1)
 class StatisticsStage(CpuStage):
     """A stage of which only the statistics are there."""
 
+    has_head = True
+
     def __init__(self, routing: RoutingStats | None, device: str = "cpu") -> None:
         self.device, self._routing = device, routing
         self.kept: ExpertStore | None = None

@@ -42,6 +42,7 @@ from headroom.split.workers import (
     WorkerChain,
     WorkerLostError,
     Workers,
+    _counts_of,
     _Worker,
     open_worker_pipeline,
     parse_workers,
@@ -565,8 +566,8 @@ def test_a_restart_ends_without_an_error_when_the_engine_closes() -> None:
 
 
 def test_the_results_of_all_steps_under_way_are_kept() -> None:
-    opened, neighbours, connection = (SimpleNamespace(stage=None, is_last=True) for _ in range(3))
-    steps = _Steps(opened, neighbours, 9, connection)  # type: ignore[arg-type]
+    played: Any = SimpleNamespace(stage=None, features=None, is_last=True)
+    steps = _Steps(played, played, 9, played)
     for step in range(20):
         steps._keep(step, SimpleNamespace(hidden=torch.ones(1)))  # type: ignore[arg-type]
     assert set(range(10, 20)) <= set(steps._kept)  # one more than there are workers
@@ -672,6 +673,9 @@ def test_the_oldest_step_waits_for_the_worker_after_the_last_that_computed_it() 
     assert workers._oldest() == (second, ("step", 2), 2)
     second.done = 2
     assert workers._oldest() == (third, ("step", 2), 2)
+    workers._wanted.clear()
+    workers.expect(_counts_of(1), 1, 0)
+    assert workers._oldest() == (second, (_counts_of(1), 1), 0)
     workers.close()
 
 

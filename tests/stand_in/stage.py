@@ -28,6 +28,7 @@ def settings(**changed: int) -> PlanSettings:
 class TableModel:
     """Logits that depend on a row's token and position, and on nothing else."""
 
+    has_head = True
     routing = None
     tap = None
     store = None
