@@ -2,15 +2,19 @@
 
     python benchmarks/workers.py MODEL [--sequences 8] [--tokens 64] [--prompt 1024] [--rounds 3]
 
-One process with one thread and two workers with one thread each take turns on the same model, so
-that a machine whose speed changes favours neither. With two workers the engine and its sampling are
-a third process. All draw greedily; their tokens must be equal.
+The machine is calibrated first. One process with one thread and two workers with one thread each
+take turns on the same model, so that a machine whose speed changes favours neither. With two
+workers the engine and its sampling are a third process. All draw greedily; their tokens must be
+equal.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from typing import Any
 
@@ -32,7 +36,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default=None, help="as of headroom run")
     given = parser.parse_args()
+    home = tempfile.mkdtemp()
+    # A plan predicts by these speeds.
+    calibrate = [sys.executable, "-m", "headroom", "calibrate", "--home", home]
+    subprocess.run(calibrate, check=True, stdout=subprocess.DEVNULL)
     settings: dict[str, Any] = {
+        "home": home,
+        "no_prefix_cache": True,
         "threads": 1,
         "parallel": given.sequences,
         "context": given.prompt + given.tokens + SHORT,
@@ -45,13 +55,17 @@ def main() -> None:
         for _ in range(1 + given.rounds):  # the first round warms up
             found["1 process"].append(measure(one, given))
             found["2 workers"].append(measure(two, given))
-        plan = two.plan.predicted
+        predicted = {"1 process": one.plan.predicted, "2 workers": two.plan.predicted}
     equal = len({json.dumps(run["tokens"]) for runs in found.values() for run in runs}) == 1
     rates = {
         what: {name: statistics.median(x[what] for x in runs[1:]) for name, runs in found.items()}
         for what in ("decode_tokens_per_s", "prompt_tokens_per_s")
     }
-    stages = found["2 workers"][-1]["stages"]
+    plan, stages = predicted["2 workers"], found["2 workers"][-1]["stages"]
+    singles = {
+        name: statistics.median(x["one_sequence_tokens_per_s"] for x in runs[1:])
+        for name, runs in found.items()
+    }
     print(
         json.dumps(
             {
@@ -61,6 +75,14 @@ def main() -> None:
                 "sequences": given.sequences,
                 "equal_tokens": equal,
                 **{what: pair | {"ratio": ratio(pair)} for what, pair in rates.items()},
+                "one_sequence_tokens_per_s": {
+                    name: {
+                        "measured": round(speed, 2),
+                        "predicted": round(predicted[name].decode_tokens_per_s, 2),
+                        "ratio": round(predicted[name].decode_tokens_per_s / speed, 3),
+                    }
+                    for name, speed in singles.items()
+                },
                 "measured_shares": shares([float(stage["busy_s"]) for stage in stages]),
                 "predicted_shares": shares([stage.decode_s for stage in plan.stages]),
             },
@@ -81,7 +103,9 @@ def measure(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     llm.generate(long, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
     prompt_s = time.perf_counter() - started
+    single = llm.generate(prompts[0], params)[0]
     return {
+        "one_sequence_tokens_per_s": (given.tokens - 1) / single.timings.decode_s,
         "decode_tokens_per_s": given.sequences * given.tokens / decode_s,
         "prompt_tokens_per_s": given.prompt / prompt_s,
         "tokens": [list(answer.token_ids) for answer in answers],

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -42,6 +42,16 @@ class DeviceSpec:
     expert_flops: float = 0.0  # operations/s of those kernels with several rows per expert
     measured: bool = False  # whether its speeds were measured or are only listed
     pinnable_bytes: int | None = None  # host memory that may be pinned; None: no limit is known
+
+    def with_threads(self, threads: int) -> "DeviceSpec":
+        """Return a CPU of which so many threads compute; all of them read its memory as fast."""
+        share = min(1.0, threads / self.cores) if self.cores else 1.0
+        return replace(
+            self,
+            flops=share * self.flops,
+            experts=share * self.experts,
+            expert_flops=share * self.expert_flops,
+        )
 
     @property
     def holds_all(self) -> bool:

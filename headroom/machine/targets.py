@@ -34,7 +34,11 @@ def plan_devices(options: Options) -> list[DeviceSpec]:
         devices = [_limited(device, options.device_memory) for device in devices]
     if not (any(device.kind == "cpu" for device in devices) or all(x.unified for x in devices)):
         devices.append(replace(host, name="host", runs_layers=False))
-    return _numbered(_with_own_speeds(devices, options))
+    devices = _with_own_speeds(devices, options)
+    if options.threads is not None:
+        threads = options.threads
+        devices = [x.with_threads(threads) if x.kind == "cpu" else x for x in devices]
+    return _numbered(devices)
 
 
 def is_this_machine(options: Options) -> bool:

@@ -82,6 +82,11 @@ EXCHANGE_HORIZON_TOKENS = 2048
 # memory).
 KEPT_FOR_CHUNK = 0.97
 
+# Bytes of a value in the experts with which `headroom calibrate` measures a CPU's kernels: two
+# matrices in Q4_K and one in Q6_K, of 144 and 210 bytes for 256 values.
+CALIBRATED_VALUE_BYTES = (2 * 144 + 210) / (3 * 256)
+LEAST_PLAIN_BYTES = 2  # of a value that kernels need not unpack: f16, bf16, f32
+
 # Sequences are shared among the steps of several stages only if that is predicted to take at most
 # this share of the time of one step for all: the estimates may be wrong by the rest.
 SHARING_WORTH = 0.9
@@ -113,6 +118,29 @@ def head_read_bytes(model: ModelShape, device: DeviceSpec, settings: PlanSetting
     held = (embed_bytes if model.tied else head_bytes)(model, settings)
     values = model.embed_values if model.tied else model.head_values
     return weight_read_bytes(held, values, device, settings)
+
+
+def head_read_seconds(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> float:
+    """Return the time in which a decode step reads the head."""
+    held = (embed_bytes if model.tied else head_bytes)(model, settings)
+    values = model.embed_values if model.tied else model.head_values
+    read_s = head_read_bytes(model, device, settings) / memory_rate(device)
+    return read_s + conversion_seconds(held, values, device, settings)
+
+
+def conversion_seconds(
+    held: int, values: float, device: DeviceSpec, settings: PlanSettings
+) -> float:
+    """Return the seconds by which turning weights into floats outlasts reading their bytes.
+
+    The C++ kernels of a CPU do this with every packed weight to multiply in f32. `headroom
+    calibrate` measures how fast, with the kernels for experts; 0 where it was not measured.
+    """
+    native = device.kind == "cpu" and device.native and settings.kernels != "reference"
+    packed = settings.weights == "packed" and held < LEAST_PLAIN_BYTES * values
+    if not (native and packed and settings.compute_type == "f32" and device.experts):
+        return 0.0
+    return max(0.0, values * CALIBRATED_VALUE_BYTES / device.experts - held / memory_rate(device))
 
 
 def _unpacks(device: DeviceSpec, settings: PlanSettings) -> bool:
@@ -159,8 +187,15 @@ def layer_read_seconds(
     memory; the time of the others is not part of the result (`cold_seconds`).
     """
     core = core_read_bytes(layer, device, settings)
-    experts = hit_rate * layer.experts_used * layer.expert_bytes
-    return (core + row_move_bytes(layer, settings) + experts) / memory_rate(device)
+    picks = hit_rate * layer.experts_used
+    experts = picks * layer.expert_bytes
+    read_s = (core + row_move_bytes(layer, settings) + experts) / memory_rate(device)
+    held, values = core_bytes([layer], settings), layer.core_values
+    return (
+        read_s
+        + conversion_seconds(held, values, device, settings)
+        + conversion_seconds(int(experts), picks * layer.expert_values, device, settings)
+    )
 
 
 def token_operations(layers: Sequence[LayerShape]) -> float:

@@ -18,6 +18,7 @@ from headroom.plan.cost_model import (
     core_read_bytes,
     decode_speeds,
     head_read_bytes,
+    head_read_seconds,
     layer_read_seconds,
     memory_rate,
     prefill_seconds,
@@ -179,6 +180,10 @@ class _StageWork:
         """Return the bytes that a step moves to read the head; 0 if another device has it."""
         return head_read_bytes(self.model, device, self.settings) if self.has_head else 0
 
+    def head_read_seconds(self, device: DeviceSpec) -> float:
+        """Return the time in which a decode step reads the head; 0 if another device has it."""
+        return head_read_seconds(self.model, device, self.settings) if self.has_head else 0.0
+
     def weight_read_bytes(self, device: DeviceSpec) -> int:
         """Return the bytes that a prefill step moves to read the weights of this device."""
         core = sum(core_read_bytes(layer, device, self.settings) for layer in self.layers)
@@ -187,7 +192,7 @@ class _StageWork:
 
     def token_read_seconds(self, device: DeviceSpec) -> float:
         """Return the time in which one token reads what the device holds."""
-        return self.head_read_bytes(device) / memory_rate(device) + sum(
+        return self.head_read_seconds(device) + sum(
             layer_read_seconds(layer, device, self.settings, hot / max(1, layer.experts))
             for layer, hot in zip(self.layers, self.hot_by_layer, strict=True)
         )
@@ -220,10 +225,13 @@ def _decode_parts(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> d
 def _step_cost(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> StepCost:
     """Return what a decode step takes, the context half full, by what grows with its rows."""
     rate, settings = memory_rate(device), work.settings
-    core = sum(core_read_bytes(layer, device, settings) for layer in work.layers)
-    kept = sum(row_move_bytes(layer, settings) for layer in work.layers)
-    picked = sum(x.hit_rate * x.shape.experts_used * x.shape.expert_bytes for x in work.routed())
-    hot = sum(x.hot * x.shape.expert_bytes for x in work.routed())
+    core_s = sum(layer_read_seconds(layer, device, settings, 0.0) for layer in work.layers)
+    kept_s = sum(row_move_bytes(layer, settings) for layer in work.layers) / rate
+    whole_s = work.token_read_seconds(device) - work.head_read_seconds(device)
+    routed = work.routed()
+    picked = sum(x.hit_rate * x.shape.experts_used * x.shape.expert_values for x in routed)
+    hot = sum(x.hot * x.shape.expert_values for x in routed)
+    picks_s = whole_s - core_s
     cold_s = 0.0
     for layer, count in work.with_cold().items():
         choice = layer.decode_choice(speeds, settings.cold)
@@ -232,10 +240,10 @@ def _step_cost(work: _StageWork, device: DeviceSpec, speeds: ColdSpeeds) -> Step
     if work.has_head:
         operations += 2.0 * (work.model.head_values or work.model.embed_values)
     return StepCost(
-        weights_s=(core + work.head_read_bytes(device)) / rate,
-        row_s=kept / rate + cold_s,
-        picks_s=picked / rate,
-        experts_s=hot / rate,
+        weights_s=core_s - kept_s + work.head_read_seconds(device),
+        row_s=kept_s + cold_s,
+        picks_s=picks_s,
+        experts_s=picks_s * hot / picked if picked else 0.0,
         products_s=operations / compute_rate(device) if device.flops else 0.0,
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headroom.errors import OptionError, PlanError
-from headroom.plan.cost_model import head_read_bytes, layer_read_seconds, memory_rate
+from headroom.plan.cost_model import head_read_seconds, layer_read_seconds
 from headroom.plan.experts import expert_staging_bytes, keep_with_staging
 from headroom.plan.lines import layer_bytes, verify_bytes
 from headroom.plan.settings import PlanRequest, PlanStage
@@ -229,8 +229,7 @@ def layer_times(stage: PlanStage) -> list[int]:
 
 def _head_time(stage: PlanStage) -> int:
     """Return the picoseconds in which a device reads the head."""
-    read = head_read_bytes(stage.model, stage.device, stage.settings)
-    return int(PICOSECONDS * read / memory_rate(stage.device))
+    return int(PICOSECONDS * head_read_seconds(stage.model, stage.device, stage.settings))
 
 
 def _sums(values: Sequence[int]) -> list[int]:

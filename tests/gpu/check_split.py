@@ -170,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         child(["-m", "headroom", "calibrate", "--home", str(given.folder)], 120)
     rows: list[Row] = []
     found: dict[str, dict[str, Any]] = {}
-    for case in (case for case in CASES if case.model in wanted):
+    cases = [tiny(case) for case in CASES] if given.tiny else CASES
+    for case in (case for case in cases if case.model in wanted):
         left = ends - time.monotonic()
         if left < (0 if given.tiny else 30):
             rows.append(Row(case.name, verdict="LEFT OUT"))

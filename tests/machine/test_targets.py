@@ -3,6 +3,7 @@
 import pytest
 
 from headroom.errors import OptionError
+from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import parse_device, plan_devices
 from headroom.options import Options
 from headroom.units import GIB
@@ -42,6 +43,17 @@ def test_without_a_device_the_plan_is_for_this_cpu() -> None:
 def test_contradictory_devices_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(OptionError):
         plan_devices(Options(**options))  # type: ignore[arg-type]
+
+
+def test_a_cpu_computes_with_the_threads_that_it_is_given_and_reads_as_fast() -> None:
+    whole = DeviceSpec(name="cpu", kind="cpu", total_bytes=1, available_bytes=1, cores=8,
+                       bandwidth=5e10, flops=4e11, experts=2e10, expert_flops=1e11)  # fmt: skip
+    half = whole.with_threads(4)
+    assert (half.flops, half.experts, half.expert_flops) == (2e11, 1e10, 5e10)
+    assert (half.bandwidth, half.cores) == (5e10, 8)
+    assert whole.with_threads(16) == whole
+    here, one = (plan_devices(Options(threads=threads))[0] for threads in (None, 1))
+    assert one.flops == pytest.approx(here.flops / here.cores)
 
 
 def test_a_device_of_this_machine_that_is_named_twice_is_two_stages_with_half_its_memory() -> None:

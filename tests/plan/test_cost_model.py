@@ -8,10 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from headroom.kernels.native.measure import EXPERTS, HIDDEN, WIDTH, expert_bytes
+from headroom.kernels.native.module import MODULE
 from headroom.machine.calibration import Speeds, with_speeds
 from headroom.machine.devices import DeviceSpec
 from headroom.plan import cost_model
 from headroom.plan.cost_model import (
+    CALIBRATED_VALUE_BYTES,
     EXCHANGE_HORIZON_TOKENS,
     HOT_KERNELS_S,
     PREFILL_HANDOVER_S,
@@ -84,6 +87,29 @@ def test_a_token_reads_weights_half_a_context_and_states_at_the_speed_of_memory(
     rate = device.bandwidth
     assert layer_read_seconds(layer, replace(device, measured=True), asked) == moved / rate
     assert layer_read_seconds(layer, device, asked) == pytest.approx(moved / rate / 0.7)
+
+
+def test_a_cpu_takes_the_longer_of_reading_packed_weights_and_of_making_them_floats() -> None:
+    # 600 values in 500 bytes; the calibrated experts have 498 bytes for 768 values.
+    asked, states = settings(kernels="native"), 2 * 120 * 4
+    cpu = replace(NATIVE_CPU, measured=True, bandwidth=1e9)
+    for experts, read_s in ((1e9, 500e-9), (1e8, 600 * 498 / 768 * 1e-8), (0.0, 500e-9)):
+        device = replace(cpu, experts=experts)
+        found = layer_read_seconds(RECURRENT, device, asked)
+        assert found == pytest.approx(read_s + states * 1e-9)
+    slow = replace(cpu, experts=1e8)
+    for other in ({"compute_type": "int8"}, {"weights": "unpacked"}, {"kernels": "reference"}):
+        changed = replace(asked, **other)  # type: ignore[arg-type]
+        fast = layer_read_seconds(RECURRENT, cpu, changed)
+        assert layer_read_seconds(RECURRENT, slow, changed) == fast
+    plain = replace(RECURRENT, core_bytes=1200)  # 16 bits
+    assert layer_read_seconds(plain, slow, asked) == pytest.approx((1200 + states) * 1e-9)
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_the_experts_that_are_calibrated_have_the_bytes_that_the_cost_model_knows() -> None:
+    values = 3 * EXPERTS * WIDTH * HIDDEN
+    assert expert_bytes() / values == pytest.approx(CALIBRATED_VALUE_BYTES)
 
 
 def test_a_listed_speed_is_reached_in_part_and_a_measured_one_whole() -> None:

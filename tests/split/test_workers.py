@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,7 +293,7 @@ def test_if_the_options_say_so_a_lost_worker_ends_the_engine(path: Path) -> None
     with LLM(str(path), **settings(on_worker_loss="stop", worker_restarts=0)) as llm:
         events = lose_one(llm, 0, signal.SIGKILL)
         assert {event.finish_reason for event in events} == {"error"}
-        llm.engine._thread.join(20)
+        llm.engine._thread.join(60)
         assert not llm.engine.alive
         with pytest.raises(CapacityError, match="The engine stopped after an error: Worker 1"):
             Asked(llm.engine, "late", 3)
@@ -394,7 +394,7 @@ def test_workers_that_were_started_by_hand_join_again_after_a_loss(path: Path) -
         started[started.index(lost)] = start_by_hand(port)  # the other one joins by itself
         assert Asked(llm.engine, "after", 30).end()[1] == before
     for one in started:  # the end of the engine is final
-        assert one.communicate(timeout=20)[1] is not None
+        assert one.communicate(timeout=60)[1] is not None
         assert one.returncode == 0
 
 
@@ -444,18 +444,17 @@ def test_a_worker_that_is_refused_learns_why(hello: dict[str, str], told: str) -
 
 
 def test_strangers_that_say_nothing_do_not_keep_workers_waiting() -> None:
-    workers = Workers(remote("known"))
+    # Each stranger could keep the engine for longer than the test waits.
+    workers = Workers(replace(remote("known"), worker_timeout=600.0))
     address = workers._listener.getsockname()[:2]
     with ExitStack() as strangers, ThreadPoolExecutor() as pool:
         for _ in range(5):
             strangers.enter_context(socket.create_connection(address))
         starting = pool.submit(workers.start)
-        began = time.monotonic()
         there = connect(address, "t", 5.0, 5.0)
         hello = {"type": "hello", "version": __version__, "slot": None, "host": "known", "pid": 1}
         there.send(hello | {"device": asdict(detect_cpu())})
-        starting.result(timeout=10)
-        assert time.monotonic() - began < 5  # each stranger has 6 seconds
+        starting.result(timeout=60)
         there.close()
     workers.close()
 
@@ -692,7 +691,7 @@ def test_a_worker_whose_step_hangs_ends_the_request_with_an_error_and_lets_the_e
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headroom.split.workers.RUN", ("-c", STUCK))
-    llm = LLM(str(path), **settings(worker_timeout=2.0))
+    llm = LLM(str(path), **settings(worker_timeout=5.0))
     waits, take = threading.Event(), Workers.take
 
     def note(workers: Workers, kind: str, number: int) -> list[torch.Tensor]:
