@@ -315,12 +315,14 @@ class GpuStage:
         """Copy the rows of the stage before; the next step that is given none works on them."""
         with self._current_device():
             self._model.receive(received)
+            self._clock.receive()
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""
         self._check_cold()
         with self._current_device():
-            begin = self._clock.begin() if self._on_gpu else None
+            if self._on_gpu:
+                self._clock.begin()
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
                 captured = self._fill_captured(batch, received)
                 self._wake_cold_worker()
@@ -331,8 +333,8 @@ class GpuStage:
             if self._model.tap is not None:
                 self._model.tap.end_step(batch)
             handed = self._model.handed(x, len(batch.tokens))
-            if begin is not None:
-                self._clock.end(begin, handed.nbytes)
+            if self._on_gpu:
+                self._clock.end(handed.nbytes)
         return handed
 
     def step(
@@ -352,15 +354,16 @@ class GpuStage:
         self._check_cold()
         with self._current_device():
             split = self._on_gpu and received is not None
-            begin = self._clock.begin() if split else None
+            if split:
+                self._clock.begin()
             if self._model.capturable and len(batch.tokens) <= DECODE_ROWS:
                 result = self._replay(batch, drawn, received)
             else:
                 result = self._run(batch, drawn, received)
             if self._model.tap is not None:
                 self._model.tap.end_step(batch)
-            if begin is not None:
-                self._clock.end(begin)
+            if split:
+                self._clock.end()
         return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -389,7 +392,7 @@ class GpuStage:
         self._model.decode_worker.close()
 
     def times(self) -> NamedTimes:
-        """Return what the steps took that the GPU has ended; a hand-over is part of a step."""
+        """Return what the steps took that the GPU has ended."""
         return [(self.device, self._clock.times())]
 
     def repair(self) -> None:
@@ -476,7 +479,7 @@ class GpuStage:
         step = self._capture_of(kind_of(batch, rows, settings.context, settings.page_size))
         self._captured_inputs.fill(batch)
         if received is not None:  # not before a capture, whose runs overwrite these rows
-            self._model.receive(received)
+            self.receive(received)
         return step
 
     def _fetch_tokens(
@@ -534,7 +537,7 @@ class GpuStage:
         """Run a step of any size without a graph; return the residual stream of all its rows."""
         count, settings = len(batch.tokens), self._settings
         if received is not None:
-            self._model.receive(received)
+            self.receive(received)
         if count <= DECODE_ROWS:  # the model has layers that cannot be captured
             self._wake_cold_worker()
         elif self._model.cold_experts is not None:

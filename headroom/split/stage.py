@@ -193,7 +193,7 @@ class CpuStage:
         self.device = device
         self._model = model
         self._times = StageTimes()
-        self._handover_s = 0.0  # of rows that no step has taken yet
+        self._waited_s = self._handover_s = 0.0  # for rows that no step has taken yet
 
     @property
     def has_head(self) -> bool:
@@ -222,26 +222,37 @@ class CpuStage:
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""
-        handover_s, started = self._take(received)
+        started = self._take(received)
         handed = self._model.handed(self._model.run(batch), len(batch.tokens))
-        if self._model.tap is not None:
-            self._model.tap.end_step(batch)
-        busy_s = time.perf_counter() - started
-        self._times.add(busy_s=busy_s, handover_bytes=handed.nbytes, handover_s=handover_s)
+        self._end(batch, started, handed.nbytes)
         return handed
 
     def receive(self, received: HandedRows) -> None:
         """Copy the rows of the stage before; the next step that is given none works on them."""
         started = time.perf_counter()
+        if received.stream.device.type != "cpu":
+            torch.cuda.current_stream(received.stream.device).synchronize()
+        computed = time.perf_counter()
         self._model.receive(received)
-        self._handover_s = time.perf_counter() - started
+        self._waited_s, self._handover_s = computed - started, time.perf_counter() - computed
 
-    def _take(self, received: HandedRows | None) -> tuple[float, float]:
-        """Copy the rows of the stage before; return how long that took, and the time now."""
+    def _take(self, received: HandedRows | None) -> float:
+        """Copy the rows of the stage before; return the time now."""
         if received is not None:
             self.receive(received)
-        handover_s, self._handover_s = self._handover_s, 0.0
-        return handover_s, time.perf_counter()
+        return time.perf_counter()
+
+    def _end(self, batch: Batch, started: float, handover_bytes: int = 0) -> None:
+        """Note the end of a step's layers, which began at a time."""
+        if self._model.tap is not None:
+            self._model.tap.end_step(batch)
+        self._times.add(
+            busy_s=time.perf_counter() - started,
+            waited_s=self._waited_s,
+            handover_bytes=handover_bytes,
+            handover_s=self._handover_s,
+        )
+        self._waited_s = self._handover_s = 0.0
 
     def step(
         self,
@@ -250,11 +261,9 @@ class CpuStage:
         received: HandedRows | None = None,
     ) -> CpuResult:
         """Run one step on the last stage; the engine draws its tokens."""
-        handover_s, started = self._take(received)
+        started = self._take(received)
         hidden = self._model.forward(batch)
-        if self._model.tap is not None:
-            self._model.tap.end_step(batch)
-        self._times.add(busy_s=time.perf_counter() - started, handover_s=handover_s)
+        self._end(batch, started)
         return CpuResult(hidden, self._model.logits, self._model.normed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

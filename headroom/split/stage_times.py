@@ -1,8 +1,9 @@
 """StageTimes: what the steps of one stage took; GpuClock: measures the steps of a GPU."""
 
+import threading
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ class StageTimes:
 
     steps: int = 0
     busy_s: float = 0.0  # computing
-    waited_s: float = 0.0  # a worker: for the rows of the stage before
+    waited_s: float = 0.0  # for the rows of the stage before; a GPU's copy of them is part of it
     handover_bytes: int = 0  # rows for the stage after
-    handover_s: float = 0.0  # copying rows, and a worker's waiting for room to send them
+    handover_s: float = 0.0  # copying rows on a CPU, and a worker's waiting for room to send them
 
     def add(
         self,
@@ -71,32 +72,57 @@ def times_between(before: NamedTimes, after: NamedTimes) -> list[dict[str, Any]]
 
 class _TimedStep(NamedTuple):
     begin: "torch.cuda.Event"
+    received: "torch.cuda.Event"  # the rows of the stage before were there
     end: "torch.cuda.Event"
     handover_bytes: int
 
 
 class GpuClock:
-    """Measures the steps of a GPU's stage by events, and waits for none of them."""
+    """Measures the steps of a GPU's stage by events, and waits for none of them.
+
+    One thread runs the steps; any thread may ask for their times.
+    """
 
     def __init__(self) -> None:
         self._times = StageTimes()
+        self._begin: torch.cuda.Event | None = None  # of the step that is being launched
+        self._received: torch.cuda.Event | None = None
         self._under_way: deque[_TimedStep] = deque()
+        self._lock = threading.Lock()  # guards `_times` and `_under_way`
 
-    def begin(self) -> "torch.cuda.Event":
-        """Return an event at the beginning of a step."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def begin(self) -> None:
+        """Note the beginning of a step."""
+        self._begin = self._received = _event()
 
-    def end(self, begin: "torch.cuda.Event", handover_bytes: int = 0) -> None:
+    def receive(self) -> None:
+        """Note that the rows of the stage before have been copied, if a step has begun."""
+        if self._begin is not None:
+            self._received = _event()
+
+    def end(self, handover_bytes: int = 0) -> None:
         """Note the end of a step; take the times of steps that the GPU has ended."""
-        self._under_way.append(_TimedStep(begin, self.begin(), handover_bytes))
+        assert self._begin is not None
+        assert self._received is not None
+        step = _TimedStep(self._begin, self._received, _event(), handover_bytes)
+        self._begin = None
+        with self._lock:
+            self._under_way.append(step)
         self.times()
 
     def times(self) -> StageTimes:
         """Return what all steps took that the GPU has ended."""
-        while self._under_way and self._under_way[0].end.query():  # type: ignore[no-untyped-call]
-            step = self._under_way.popleft()
-            busy_s = step.begin.elapsed_time(step.end) / 1e3
-            self._times.add(busy_s=busy_s, handover_bytes=step.handover_bytes)
-        return self._times
+        with self._lock:
+            while self._under_way and self._under_way[0].end.query():  # type: ignore[no-untyped-call]
+                step = self._under_way.popleft()
+                self._times.add(
+                    busy_s=step.received.elapsed_time(step.end) / 1e3,
+                    waited_s=step.begin.elapsed_time(step.received) / 1e3,
+                    handover_bytes=step.handover_bytes,
+                )
+            return replace(self._times)
+
+
+def _event() -> "torch.cuda.Event":
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

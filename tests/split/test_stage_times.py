@@ -1,6 +1,9 @@
 """What the steps of a stage took adds up, as a worker tells it and as it is measured here."""
 
-from headroom.split.stage_times import StageTimes, times_between
+import pytest
+import torch
+
+from headroom.split.stage_times import GpuClock, StageTimes, times_between
 
 
 def test_times_of_steps_add_up() -> None:
@@ -31,3 +34,43 @@ def test_an_answer_is_told_what_the_stages_took_while_it_ran() -> None:
 def test_a_worker_that_was_started_again_meanwhile_has_counted_from_nothing() -> None:
     times = times_between([("cpu", StageTimes(9, 4.0))], [("cpu", StageTimes(2, 0.5))])
     assert (times[0]["steps"], times[0]["busy_s"]) == (2, 0.5)
+
+
+class PlayedEvent:
+    """A point in time that a GPU reaches when the test says so."""
+
+    now_ms, reached_ms = 0.0, 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms = -1.0
+
+    def record(self) -> None:
+        self.at_ms = PlayedEvent.now_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= PlayedEvent.reached_ms
+
+    def elapsed_time(self, later: "PlayedEvent") -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_a_gpu_that_waits_for_rows_is_not_counted_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    PlayedEvent.reached_ms = 0.0
+    clock = GpuClock()
+    clock.receive()  # before any step, such as rows that only time the copies
+    for begin_ms, received_ms, end_ms in ((0.0, 500.0, 750.0), (750.0, None, 1000.0)):
+        PlayedEvent.now_ms = begin_ms
+        clock.begin()
+        if received_ms is not None:
+            PlayedEvent.now_ms = received_ms
+            clock.receive()
+        PlayedEvent.now_ms = end_ms
+        clock.end(handover_bytes=3)
+    assert clock.times() == StageTimes()  # the GPU has ended no step yet
+    PlayedEvent.reached_ms = 800.0
+    assert clock.times() == StageTimes(1, busy_s=0.25, waited_s=0.5, handover_bytes=3)
+    PlayedEvent.reached_ms = 1000.0
+    assert clock.times() == StageTimes(2, busy_s=0.5, waited_s=0.5, handover_bytes=6)
+    assert clock.times() == StageTimes(2, busy_s=0.5, waited_s=0.5, handover_bytes=6)
