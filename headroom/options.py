@@ -176,8 +176,9 @@ class Options:
     )
     cache_ram: str | None = option(
         None,
-        "host memory for snapshots of recurrent states and windows, as in 4GiB (default: up to a "
-        "sixteenth of it)",
+        "host memory for kept prefixes, as in 4GiB: for pages that leave the devices, and half of "
+        "it for snapshots, if the model needs any (default: up to a sixteenth of host memory for "
+        "snapshots, none for pages)",
     )
     cache_dir: str | None = option(
         None, "folder in which the beginnings of prompts outlast a restart (default: none)"

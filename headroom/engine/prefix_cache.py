@@ -1,4 +1,4 @@
-"""PrefixCache: which prefixes of earlier requests the KV pages and snapshots still hold."""
+"""PrefixCache: which prefixes of earlier requests are kept, on the devices and in host memory."""
 
 import heapq
 import time
@@ -12,19 +12,47 @@ Tokens = tuple[int, ...]
 Used = tuple[float, int]  # when something was last used: by time.monotonic(), and in which order
 
 
+class HostPages:
+    """Room in host memory for pages that had to leave the devices; the stages have its bytes."""
+
+    def __init__(self, count: int, save: Callable[[int, int], None]) -> None:
+        self.total = count
+        self.save = save  # copies a page of the devices to a slot
+        self.free = list(range(count - 1, -1, -1))
+
+    @property
+    def used(self) -> int:
+        """The slots that hold pages."""
+        return self.total - len(self.free)
+
+
+@dataclass(slots=True, eq=False)
+class Spot:
+    """Where the keys and values of one page of known tokens are.
+
+    They are on the devices or in host memory. They are in both while sequences are about to copy
+    them to pages of their own.
+    """
+
+    page: int  # on the devices; -1: it is not there
+    host: int = -1  # its slot in host memory; -1: it is not there
+    holds: int = 0  # sequences that are about to copy the slot
+    dropped: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """What recurrent layers and layers with a window hold after a prefix, which no page holds.
 
     The prefix ends `tail` tokens after the last full page. Their keys and values are in the first
-    rows of `tail_page`.
+    rows of the page at `tail_spot`.
     """
 
     slot: int  # where each stage keeps its part
     position: int  # tokens of the prefix
     node: "_Page"  # the last full page of the prefix
     tail: Tokens
-    tail_page: int | None  # None: the prefix ends with a full page
+    tail_spot: Spot | None  # None: the prefix ends with a full page
     has_logits: bool  # those after the last token are kept, so that the next one can be drawn
     passing: bool  # saved on the way through a long prompt, not where a prompt or an answer ended
     used: Used
@@ -32,19 +60,25 @@ class Snapshot:
     dropped: bool = False  # forgotten while it was held
 
 
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A full page of known tokens after those of its parent; a root stands before all pages."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Page(Spot):
+    """A full page of known tokens after those of its parent; a root stands before all pages.
 
-    parent: "_Page | None"
-    tokens: Tokens
-    page: int  # -1 for a root
-    end: int  # tokens up to the end of the page
+    If it is on the devices, so are all pages before it.
+    """
+
+    parent: "_Page | None" = None
+    tokens: Tokens = ()
+    end: int = 0  # tokens up to the end of the page
     used: Used = (0.0, 0)
     children: "dict[Tokens, _Page]" = field(default_factory=dict)
     snapshots: dict[Tokens, Snapshot] = field(default_factory=dict)  # by their tail
-    dropped: bool = False
     key: str = ""  # of a root: the key of its prefixes
+
+    @property
+    def ends_devices(self) -> bool:
+        """Whether no page after it is on the devices."""
+        return all(child.page < 0 for child in self.children.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,7 @@ class KeptPrefix:
     pages: int
     snapshots: int  # of the prefix and its beginnings
     idle_s: float  # since it was last used
+    host_pages: int = 0  # those of its pages that are in host memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +98,8 @@ class Prefix:
     """The longest known prefix of a prompt."""
 
     tokens: int
-    pages: list[int]  # its full pages
+    pages: list[int]  # its full pages on the devices
+    hosted: list[Spot]  # the full pages after these, which are in host memory
     snapshot: Snapshot | None = None  # None: the model's layers have pages alone
 
 
@@ -72,18 +108,29 @@ class PrefixCache:
 
     Prefixes with different keys have nothing in common. With `snapshot_slots` of None all layers
     keep their tokens in pages, so a prefix may end with any full page. Otherwise it must end where
-    a snapshot was taken.
+    a snapshot was taken. Pages that have to leave the devices move to host memory while there is
+    room.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, snapshot_slots: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        snapshot_slots: int | None = None,
+        host: HostPages | None = None,
+    ) -> None:
         self._pool, self._page_size = pool, page_size
+        self._host = HostPages(0, lambda page, slot: None) if host is None else host
         self.needs_snapshots = snapshot_slots is not None
         self._free_slots = list(range((snapshot_slots or 0) - 1, -1, -1))
         self._roots: dict[str, _Page] = {}
         self._snapshots: list[Snapshot] = []
         self._order = count()  # breaks ties of times and in the heap
-        self._heap: list[tuple[Used, int, _Page]] = []  # leaves by last use; some entries are stale
+        # Pages by last use that may leave the devices, and host memory. Some entries are stale.
+        self._heap: list[tuple[Used, int, _Page]] = []
+        self._host_heap: list[tuple[Used, int, _Page]] = []
         self.evicted_pages = 0
+        self.demoted_pages = 0  # moved to host memory
         self.evicted_snapshots = 0
         pool.evict = self._evict_pages
 
@@ -96,7 +143,8 @@ class PrefixCache:
         """Return the longest known prefix of at most `most` tokens; None: there is none.
 
         A snapshot that has logits may end with the last token, even beyond `most`.
-        Its pages count as used now. The caller shares them before it takes other pages.
+        Its pages count as used now. The caller shares them before it takes other pages, and calls
+        `release` when it has copied what is in host memory, or gives up.
         """
         path = list(self._walk(key, tokens, len(tokens) if self.needs_snapshots else most))
         if not path:
@@ -110,12 +158,31 @@ class PrefixCache:
         now = self._now()
         if snapshot is not None:
             snapshot.used = now
-        pages = []
-        for node in path[1 : path.index(last) + 1]:
+        nodes = path[1 : path.index(last) + 1]
+        for node in nodes:
             node.used = now
-            pages.append(node.page)
         self._offer(last)
-        return Prefix(last.end if snapshot is None else snapshot.position, pages, snapshot)
+        hosted: list[Spot] = [node for node in nodes if node.page < 0]
+        tail = None if snapshot is None else snapshot.tail_spot
+        for spot in hosted if tail is None else (*hosted, tail):
+            spot.holds += 1
+        length = last.end if snapshot is None else snapshot.position
+        return Prefix(length, [node.page for node in nodes if node.page >= 0], hosted, snapshot)
+
+    def promote(self, spot: Spot, page: int) -> None:
+        """Keep the page of a sequence to which a page in host memory was copied."""
+        if not spot.dropped and spot.page < 0:
+            spot.page = page
+            self._pool.keep(page)
+
+    def release(self, prefix: Prefix) -> None:
+        """Let go of what `find` has held; pages that are on the devices again leave host memory."""
+        tail = None if prefix.snapshot is None else prefix.snapshot.tail_spot
+        for spot in prefix.hosted if tail is None else (*prefix.hosted, tail):
+            spot.holds -= 1
+            self._free_host(spot)
+            if isinstance(spot, _Page) and not spot.dropped:
+                self._offer(spot)
 
     def keep(self, key: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Keep the full pages of a prefix, which a sequence has filled and still uses."""
@@ -133,8 +200,9 @@ class PrefixCache:
         return sorted(found, key=lambda snapshot: -snapshot.position)
 
     def known_pages(self, key: str, tokens: Sequence[int]) -> list[int]:
-        """Return the pages that are kept of a prefix, from its beginning."""
-        return [node.page for node in self._walk(key, tokens, len(tokens)) if node.parent]
+        """Return the pages that the devices keep of a prefix, from its beginning."""
+        nodes = self._walk(key, tokens, len(tokens))
+        return [node.page for node in nodes if node.parent and node.page >= 0]
 
     def let_go(self, snapshot: Snapshot) -> None:
         """Hold a snapshot once less."""
@@ -172,11 +240,11 @@ class PrefixCache:
             return
         if known is not None:
             self._drop_snapshot(known)
-        tail_page = pages[node.end // self._page_size] if tail else None
-        if tail_page is not None:
-            self._pool.keep(tail_page)
+        spot = Spot(pages[node.end // self._page_size]) if tail else None
+        if spot is not None:
+            self._pool.keep(spot.page)
         now = self._now()
-        snapshot = Snapshot(slot, len(tokens), node, tail, tail_page, has_logits, passing, now)
+        snapshot = Snapshot(slot, len(tokens), node, tail, spot, has_logits, passing, now)
         node.snapshots[tail] = snapshot
         self._snapshots.append(snapshot)
 
@@ -190,14 +258,22 @@ class PrefixCache:
                     continue
                 longest = max([node.end, *(x.position for x in tails)])
                 used = max([node.used[0], *(x.used[0] for x in tails)])
-                pages = node.end // self._page_size
-                states = _snapshots_above(node)
-                yield KeptPrefix(key, longest, pages + len(tails), states, now - used)
+                above = list(_upwards(node))
+                spots = [*above[:-1], *(x.tail_spot for x in tails if x.tail_spot is not None)]
+                yield KeptPrefix(
+                    key,
+                    longest,
+                    len(spots),
+                    snapshots=sum(len(page.snapshots) for page in above),
+                    idle_s=now - used,
+                    host_pages=sum(spot.page < 0 for spot in spots),
+                )
 
     def clear(self) -> None:
         """Forget all prefixes."""
         self.forget(lambda key: True)
         self._heap.clear()
+        self._host_heap.clear()
 
     def forget(self, wanted: Callable[[str], bool]) -> int:
         """Forget the prefixes of some keys; return how many pages were kept of them."""
@@ -208,8 +284,7 @@ class PrefixCache:
                 for snapshot in list(node.snapshots.values()):
                     self._drop_snapshot(snapshot)
             for node in list(_below(root)):
-                node.dropped = True
-                self._pool.drop(node.page)
+                self._leave(node)
                 pages += 1
             self._roots.pop(key, None)
         return pages
@@ -245,24 +320,32 @@ class PrefixCache:
         """Make nodes of the full pages of a prefix; return the last one."""
         node = self._roots.get(key)
         if node is None:
-            node = self._roots[key] = _Page(None, (), -1, 0, key=key)
+            node = self._roots[key] = _Page(page=-1, key=key)
         now, size = self._now(), self._page_size
         for number in range(len(tokens) // size):
             own = tuple(tokens[number * size : (number + 1) * size])
             child = node.children.get(own)
             if child is None:
-                child = _Page(node, own, pages[number], (number + 1) * size)
+                end = (number + 1) * size
+                child = _Page(page=pages[number], parent=node, tokens=own, end=end)
                 node.children[own] = child
                 self._pool.keep(child.page)
+            elif child.page < 0:  # computed again, by a sequence that did not begin after it
+                self.promote(child, pages[number])
+                self._free_host(child)
             child.used = now
             node = child
         self._offer(node)
         return node
 
     def _offer(self, node: "_Page") -> None:
-        """Let a page be given up, when it has no children and is not used."""
-        if node.parent is not None and not node.children:
+        """Let a page leave the devices or host memory, if no page after it is there, too."""
+        if node.parent is None:
+            return
+        if node.page >= 0 and node.ends_devices:
             heapq.heappush(self._heap, (node.used, next(self._order), node))
+        elif node.page < 0 and not node.children:
+            heapq.heappush(self._host_heap, (node.used, next(self._order), node))
 
     def _evict_pages(self, wanted: int) -> None:
         """Make `wanted` idle pages free, those first that were not used for longest."""
@@ -271,26 +354,80 @@ class PrefixCache:
         while self._pool.free - self._pool.idle < goal and self._pool.idle:
             node = self._pop_leaf()
             if node is not None:
-                self._drop_page(node)
+                self._demote(node)
             elif (inner := self._oldest_unused()) is not None:
                 self._drop_below(inner)
-            elif (oldest := self._least_wanted()) is not None:  # pages after full ones are left
-                self._drop_snapshot(oldest)
+            elif (oldest := self._oldest_tail()) is not None:  # pages after full ones are left
+                self._demote_tail(oldest)
             else:
                 return
 
+    def _demote(self, node: "_Page") -> None:
+        """Move a page to host memory, after the pages that follow it; forget it without room."""
+        for snapshot in list(node.snapshots.values()):
+            if snapshot.tail_spot is not None and snapshot.tail_spot.page >= 0:
+                self._demote_tail(snapshot)
+        if self._move_to_host(node):
+            self._offer(node)
+            if node.parent is not None:
+                self._offer(node.parent)
+        elif not node.dropped:
+            self._drop_below(node)
+
+    def _demote_tail(self, snapshot: Snapshot) -> None:
+        assert snapshot.tail_spot is not None
+        if not self._move_to_host(snapshot.tail_spot) and not snapshot.dropped:
+            self._drop_snapshot(snapshot)
+
+    def _move_to_host(self, spot: Spot) -> bool:
+        """Copy a page to host memory and give up its place on the devices; False without room."""
+        if spot.host < 0:
+            slot = self._take_host_slot()
+            if slot is None or spot.dropped:
+                if slot is not None:
+                    self._host.free.append(slot)
+                return False
+            spot.host = slot
+            self._host.save(spot.page, slot)
+        self._pool.drop(spot.page)
+        spot.page = -1
+        self.demoted_pages += 1
+        return True
+
+    def _take_host_slot(self) -> int | None:
+        """Return a free slot of host memory; the page that was not used for longest makes room."""
+        while not self._host.free and self._host_heap:
+            used, _, node = heapq.heappop(self._host_heap)
+            gone = node.dropped or node.page >= 0 or bool(node.children)
+            if not gone and node.used == used and not node.holds:
+                self._drop_page(node)
+        return self._host.free.pop() if self._host.free else None
+
+    def _free_host(self, spot: Spot) -> None:
+        """Free the slot of a page that is on the devices or forgotten, if nobody needs it."""
+        if spot.host >= 0 and not spot.holds and (spot.page >= 0 or spot.dropped):
+            self._host.free.append(spot.host)
+            spot.host = -1
+
+    def _leave(self, spot: Spot) -> None:
+        """Give up a page wherever it is."""
+        spot.dropped = True
+        if spot.page >= 0:
+            self._pool.drop(spot.page)
+        self._free_host(spot)
+
     def _pop_leaf(self) -> "_Page | None":
-        """Return the unused page without children that was not used for longest; None: none."""
+        """Return the unused last page on the devices that was not used for longest; None: none."""
         for _ in range(2):
             while self._heap:
                 used, _, node = heapq.heappop(self._heap)
-                current = not node.dropped and not node.children and node.used == used
-                if current and not self._pool.is_used(node.page):
+                current = not node.dropped and node.page >= 0 and node.ends_devices
+                if current and node.used == used and not self._pool.is_used(node.page):
                     return node
             # Pages that were in use when their turn came are no longer in the heap.
             for root in self._roots.values():
                 for node in _below(root):
-                    if not self._pool.is_used(node.page):
+                    if node.page >= 0 and not self._pool.is_used(node.page):
                         self._offer(node)
         return None
 
@@ -304,7 +441,7 @@ class PrefixCache:
             node
             for root in self._roots.values()
             for node in _below(root)
-            if not self._pool.is_used(node.page)
+            if node.page >= 0 and not self._pool.is_used(node.page)
         ]
         return min(unused, key=lambda node: node.used, default=None)
 
@@ -318,9 +455,8 @@ class PrefixCache:
             self._drop_snapshot(snapshot)
         parent = node.parent
         assert parent is not None
-        node.dropped = True
         del parent.children[node.tokens]
-        self._pool.drop(node.page)
+        self._leave(node)
         self.evicted_pages += 1
         self._offer(parent)
         self._drop_empty_root(parent)
@@ -328,8 +464,8 @@ class PrefixCache:
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
         self._snapshots.remove(snapshot)
         del snapshot.node.snapshots[snapshot.tail]
-        if snapshot.tail_page is not None:
-            self._pool.drop(snapshot.tail_page)
+        if snapshot.tail_spot is not None:
+            self._leave(snapshot.tail_spot)
         snapshot.dropped = True
         if not snapshot.holds:
             self._free_slots.append(snapshot.slot)
@@ -339,6 +475,17 @@ class PrefixCache:
     def _drop_empty_root(self, node: "_Page") -> None:
         if node.parent is None and not node.children and not node.snapshots:
             self._roots.pop(node.key, None)
+
+    def _oldest_tail(self) -> Snapshot | None:
+        """Return the oldest snapshot whose last tokens are in an unused page on the devices."""
+        unused = [
+            snapshot
+            for snapshot in self._snapshots
+            if snapshot.tail_spot is not None
+            and snapshot.tail_spot.page >= 0
+            and not self._pool.is_used(snapshot.tail_spot.page)
+        ]
+        return min(unused, key=lambda snapshot: snapshot.used, default=None)
 
     def _least_wanted(self) -> Snapshot | None:
         """Return the snapshot to give up: the oldest, or the oldest passing one of too many."""
@@ -357,11 +504,9 @@ def _below(root: "_Page") -> "Iterator[_Page]":
         stack += node.children.values()
 
 
-def _snapshots_above(node: "_Page") -> int:
-    """Return how many snapshots a page and those before it have."""
-    found, at = 0, node
-    while True:
-        found += len(at.snapshots)
-        if at.parent is None:
-            return found
+def _upwards(node: "_Page") -> "Iterator[_Page]":
+    """Yield a page and those before it, the root last."""
+    at: _Page | None = node
+    while at is not None:
+        yield at
         at = at.parent

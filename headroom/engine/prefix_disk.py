@@ -130,8 +130,9 @@ class PrefixDisk:
         if known is not None and known.tokens > end - self._page_size:
             return
         pages = self._cache.known_pages(key, tokens[:end])
-        if snapshots and snapshots[0].tail_page is not None:
-            pages.append(snapshots[0].tail_page)
+        tail = snapshots[0].tail_spot if snapshots else None
+        if tail is not None and tail.page >= 0:
+            pages.append(tail.page)
         too_many = MOST_HELD * (self._held + len(pages)) > self._pool.total
         if len(pages) != self._pages(end) or too_many:
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from headroom.engine.pages import PagePool
-from headroom.engine.prefix_cache import KeptPrefix, Prefix, PrefixCache
+from headroom.engine.prefix_cache import HostPages, KeptPrefix, Prefix, PrefixCache
 from headroom.engine.prefix_disk import PrefixDisk, PrefixFiles
 from headroom.engine.prefix_folder import StoredEntry, common_length, owner_of
 from headroom.engine.sampler import LogitRow
@@ -31,6 +31,9 @@ class PrefixCounts:
     snapshots: int
     evicted_pages: int
     evicted_snapshots: int
+    host_pages: int = 0  # in host memory
+    demoted_pages: int = 0  # moved to host memory
+    promoted_pages: int = 0  # copied back to the devices
     files: int = 0  # that fit these caches
     file_bytes: int = 0  # of all files in the folder
     file_hits: int = 0  # requests whose prefix was read from a file
@@ -40,7 +43,7 @@ class PrefixCounts:
 class PrefixEntries:
     """All prefixes of one owner."""
 
-    kept: list[KeptPrefix]  # in the pages of devices
+    kept: list[KeptPrefix]  # in the pages of devices and host memory
     page_bytes: int | None  # of each of their pages; None: they are in other processes
     stored: list[StoredEntry]  # in files
 
@@ -69,13 +72,14 @@ class Prefixes:
         self.works = settings.prefix_cache and (settings.snapshots > 0 or not self._needs_snapshots)
         slots = settings.snapshots if self._needs_snapshots else None
         self._pool = pool
-        self._cache = PrefixCache(pool, self._page_size, slots)
+        self._host = HostPages(settings.host_pages if self.works else 0, mover.save_page)
+        self._cache = PrefixCache(pool, self._page_size, slots, self._host)
         self._page_bytes = page_bytes
         self._logits = torch.empty(0, 0) if logits is None else logits
         self._disk: PrefixDisk | None = None
         if files is not None and self.works:
             self._disk = PrefixDisk(files, pool, self._cache, self._page_size)
-        self._cached_tokens = self._hits = self._misses = 0
+        self._cached_tokens = self._hits = self._misses = self._promoted = 0
 
     @property
     def counts(self) -> PrefixCounts:
@@ -89,6 +93,9 @@ class Prefixes:
             snapshots=cache.snapshots,
             evicted_pages=cache.evicted_pages,
             evicted_snapshots=cache.evicted_snapshots,
+            host_pages=self._host.used,
+            demoted_pages=cache.demoted_pages,
+            promoted_pages=self._promoted,
             files=0 if disk is None else disk.files,
             file_bytes=0 if disk is None else disk.file_bytes,
             file_hits=0 if disk is None else disk.hits,
@@ -129,8 +136,9 @@ class Prefixes:
 
     def leave(self, sequence: Sequence) -> None:
         """Undo `find` for a sequence that cannot start yet."""
+        self._release(sequence)
         self._pool.give_back(sequence.pages)
-        sequence.prefix, sequence.pages, sequence.cached = None, [], 0
+        sequence.pages, sequence.cached = [], 0
 
     def start(self, sequence: Sequence) -> None:
         """Copy what a sequence needs to begin after its prefix, before its first step.
@@ -140,13 +148,23 @@ class Prefixes:
         if sequence.reused is None:
             sequence.reused = sequence.cached
             self._count(sequence)
-        found, sequence.prefix = sequence.prefix, None
         sequence.last_saved = sequence.cached
-        if found is not None and found.snapshot is not None:
-            taken = found.snapshot
-            if taken.tail_page is not None:
-                self._mover.copy_page(taken.tail_page, sequence.pages[len(found.pages)])
+        if (found := sequence.prefix) is None:
+            return
+        own = iter(sequence.pages[len(found.pages) :])
+        for spot, page in zip(found.hosted, own, strict=False):
+            self._mover.load_page(spot.host, page)
+            self._cache.promote(spot, page)
+        self._promoted += len(found.hosted)
+        if (taken := found.snapshot) is not None:
+            if (tail := taken.tail_spot) is not None:
+                page = sequence.pages[len(found.pages) + len(found.hosted)]
+                if tail.page >= 0:
+                    self._mover.copy_page(tail.page, page)
+                else:
+                    self._mover.load_page(tail.host, page)
             self._mover.load_state(taken.slot, sequence.state_slot, taken.position)
+        self._release(sequence)
 
     def rows(self, sequence: Sequence, rows: int) -> int:
         """Return how many of a prompt's next `rows` tokens a step takes: up to the next cut."""
@@ -189,6 +207,7 @@ class Prefixes:
 
         It has its pages and its state slot for the last time.
         """
+        self._release(sequence)
         key = sequence.request.cache_key
         if not (keep and self.works) or key is None:
             for saved in sequence.saved:
@@ -249,6 +268,12 @@ class Prefixes:
             self._pool.share(found.pages)
             sequence.prefix, sequence.pages = found, list(found.pages)
             sequence.cached = found.tokens
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let go of the prefix that a sequence was to begin after."""
+        if sequence.prefix is not None:
+            self._cache.release(sequence.prefix)
+            sequence.prefix = None
 
     def _usable_later(self, sequence: Sequence, other: Sequence, least: int) -> int:
         """Return how many tokens a sequence need not compute once the prompt of another is kept."""

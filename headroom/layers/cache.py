@@ -114,6 +114,12 @@ class CacheMover(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page of keys and values in all layers that the engine lends pages to."""
 
+    def save_page(self, page: int, slot: int) -> None:
+        """Copy a page of keys and values to a slot of host memory."""
+
+    def load_page(self, slot: int, page: int) -> None:
+        """Copy a slot of host memory to a page of keys and values."""
+
 
 class CacheFiles(Protocol):
     """Tells what caches hold as bytes, for files."""
@@ -140,10 +146,11 @@ class CacheFiles(Protocol):
 
 
 class StageCaches:
-    """The caches of a stage's layers, and host memory for snapshots of them.
+    """The caches of a stage's layers, and host memory for snapshots of them and for pages.
 
     A snapshot has what recurrent layers and layers with a window hold of one sequence. Pages that
-    the engine lends are not part of it. Copies are queued behind the steps launched so far, and
+    the engine lends are not part of it: those that have to leave the device have slots of their own
+    in host memory. Copies are queued behind the steps launched so far, and
     steps launched later see them.
     """
 
@@ -152,6 +159,7 @@ class StageCaches:
         pages: Sequence[KvPages],
         states: Sequence[RecurrentState],
         snapshots: int,
+        host_pages: int = 0,
         *,
         pin: bool,
     ) -> None:
@@ -170,6 +178,12 @@ class StageCaches:
         for number, ring in enumerate(self._rings):
             at = len(self._states) + 2 * number
             ring.keys, ring.values = saved[at], saved[at + 1]
+        self.host_nbytes = size = host_pages * self.page_bytes
+        self._host_memory = HostMemory(size, pin=pin) if size else None
+        if self._host_memory is not None:
+            memory = self._host_memory.bytes
+        one = [kv[: self._page_size] for kv in self._lent]
+        self._hosted = _cut(memory, one, host_pages) if size else []
 
     @property
     def needs_snapshots(self) -> bool:
@@ -200,6 +214,18 @@ class StageCaches:
         size = self._page_size
         for kv in self._lent:
             kv[target * size : (target + 1) * size].copy_(kv[source * size : (source + 1) * size])
+
+    @torch.inference_mode()
+    def save_page(self, page: int, slot: int) -> None:
+        """Copy a page of keys and values to a slot of host memory."""
+        for hosted, kv in zip(self._hosted, self._page(page), strict=True):
+            hosted[slot].copy_(kv, non_blocking=True)
+
+    @torch.inference_mode()
+    def load_page(self, slot: int, page: int) -> None:
+        """Copy a slot of host memory to a page of keys and values."""
+        for hosted, kv in zip(self._hosted, self._page(page), strict=True):
+            kv.copy_(hosted[slot], non_blocking=True)
 
     @property
     def page_bytes(self) -> int:

@@ -18,6 +18,8 @@ from headroom.plan.lines import (
     Line,
     draft_lines,
     embed_bytes,
+    host_page_bytes,
+    host_pages_line,
     layer_bytes,
     lookup_bytes,
     runtime_lines,
@@ -390,6 +392,13 @@ class _Builder:
         )
         if snapshots:
             lines.append(snapshots_line(snapshots, first.settings))
+        page = sum(
+            host_page_bytes(self._layers(index), stage.settings)
+            for index, stage in enumerate(self.stages)
+            if not stage.device.holds_all
+        )
+        if page and first.settings.host_pages:
+            lines.append(host_pages_line(page, first.settings))
         if first.device.holds_all:
             return lines
         if not (first.model.tied and len(self.stages) == 1):

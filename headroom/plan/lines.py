@@ -174,6 +174,13 @@ def kept_logits_bytes(model: ModelShape, settings: PlanSettings) -> int:
     return settings.snapshots * model.vocab * F32_BYTES
 
 
+def host_page_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
+    """Return the bytes of one page in the layers whose pages the engine lends to sequences."""
+    full = [layer for layer in layers if layer.kind == "full"]
+    token = sum(kv_token_bytes(layer, settings.k_type, settings.v_type) for layer in full)
+    return settings.page_size * token
+
+
 def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
     """Return the bytes that recurrent layers keep for the nodes of draft trees, in f32."""
     values = sum(layer.verify_values for layer in layers)
@@ -296,6 +303,8 @@ def stage_lines(
         lines.append(features_line(model, layer_range, settings, request.features))
     if device.holds_all and settings.snapshots:
         lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
+    if device.holds_all and settings.host_pages:
+        lines.append(host_pages_line(host_page_bytes(layers, settings), settings))
     if request.draft is not None:
         why = f"{counted(settings.parallel, 'sequence')} x {TREE_NODES} tree nodes, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
@@ -312,6 +321,12 @@ def snapshots_line(size: int, settings: PlanSettings) -> Line:
     """Return the line of all snapshots that host memory has room for."""
     why = f"{counted(settings.snapshots, 'snapshot')} of recurrent states and windows"
     return Line("snapshots", size, why)
+
+
+def host_pages_line(each: int, settings: PlanSettings) -> Line:
+    """Return the line of the pages of kept prefixes that host memory has room for."""
+    why = f"{counted(settings.host_pages, 'page')} of kept prefixes, {settings.page_size} tokens"
+    return Line("host_pages", settings.host_pages * each, why)
 
 
 def _logits_line(

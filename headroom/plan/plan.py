@@ -16,7 +16,13 @@ from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
 from headroom.plan.layout import DevicePlan, HostPlan, Layout, Pinning, biggest_line, lay_out
-from headroom.plan.lines import core_bytes, embed_bytes, head_bytes, snapshot_bytes
+from headroom.plan.lines import (
+    core_bytes,
+    embed_bytes,
+    head_bytes,
+    host_page_bytes,
+    snapshot_bytes,
+)
 from headroom.plan.predict import Prediction, predict
 from headroom.plan.settings import (
     PAGE_SIZE,
@@ -189,18 +195,33 @@ class PlanProblem:
                 worker=kind.device.worker,
             )
             stages.append(PlanStage(kind.device, settings, kind.model))
-        snapshots = self._snapshots(stages)
+        snapshots, pages = self._snapshots(stages), self._host_pages(stages)
         return tuple(
-            PlanStage(x.device, replace(x.settings, snapshots=snapshots), x.model) for x in stages
+            PlanStage(x.device, replace(x.settings, snapshots=snapshots, host_pages=pages), x.model)
+            for x in stages
         )
 
     def _snapshots(self, stages: Sequence[PlanStage]) -> int:
         """Return how many snapshots the memory for them holds; each stage has its part of all."""
-        each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
+        each = self._snapshot_bytes(stages)
         if not each:  # pages alone are enough
             return 0
-        each += self.model.vocab * F32_BYTES  # the logits after the last token
-        return min(self.request.most_snapshots, self.request.snapshot_bytes // each)
+        room = self.request.snapshot_bytes
+        if self.request.host_page_bytes:
+            room = min(room, self.request.host_page_bytes // 2)
+        return min(self.request.most_snapshots, room // each)
+
+    def _host_pages(self, stages: Sequence[PlanStage]) -> int:
+        """Return how many pages host memory holds beside the snapshots; each stage has its part."""
+        each = max(host_page_bytes(stage.model.layers, stage.settings) for stage in stages)
+        room = self.request.host_page_bytes
+        room -= self._snapshots(stages) * self._snapshot_bytes(stages)
+        return max(0, room // each) if each else 0
+
+    def _snapshot_bytes(self, stages: Sequence[PlanStage]) -> int:
+        """Return the bytes of a snapshot with its logits; 0 if pages alone are enough."""
+        each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
+        return each + self.model.vocab * F32_BYTES if each else 0
 
     @property
     def handover_type(self) -> str:
@@ -456,6 +477,7 @@ def _request(
         draft=draft,
         feature_type=options.feature_dtype,
         snapshot_bytes=_snapshot_bytes(devices, options),
+        host_page_bytes=_snapshot_bytes(devices, options) if options.cache_ram else 0,
         most_snapshots=MOST_SNAPSHOTS if options.cache_ram else USUAL_SNAPSHOTS,
     )
 

@@ -40,6 +40,7 @@ class PlanSettings:
     expert_policy: str = "static"
     prefix_cache: bool = True  # keep the prefixes of requests for later ones
     snapshots: int = 0  # of recurrent states and windows, in host memory
+    host_pages: int = 0  # of kept prefixes, in host memory, for pages that leave the devices
 
     @property
     def rows(self) -> int:
@@ -123,6 +124,7 @@ class PlanRequest:
     features: FeatureRequest | None = None  # None: no layer's output rows are kept
     snapshot_bytes: int = 0  # most host memory for snapshots
     most_snapshots: int = 0
+    host_page_bytes: int = 0  # most host memory for snapshots and pages of kept prefixes together
 
 
 def pages_for(tokens: int) -> int:

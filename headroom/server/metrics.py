@@ -62,6 +62,7 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "cache_pages_used": ("Pages of the KV cache in use", stats.cache_pages_used),
         "prefix_pages": ("Unused pages that keep prefixes for later", stats.prefixes.idle_pages),
         "prefix_snapshots": ("Snapshots of states and windows", stats.prefixes.snapshots),
+        "prefix_host_pages": ("Pages of prefixes in host memory", stats.prefixes.host_pages),
         "prefix_files": ("Files of prefixes that the model can read", stats.prefixes.files),
         "prefix_file_bytes": ("Bytes of all files of prefixes", stats.prefixes.file_bytes),
     }
@@ -76,6 +77,8 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "prefix_file_hits": ("Prefixes that were read from files", stats.prefixes.file_hits),
         "prefix_misses": ("Requests without a known prefix", stats.prefixes.misses),
         "prefix_pages_evicted": ("Pages of prefixes given up", stats.prefixes.evicted_pages),
+        "prefix_pages_demoted": ("Pages moved to host memory", stats.prefixes.demoted_pages),
+        "prefix_pages_promoted": ("Pages copied back from it", stats.prefixes.promoted_pages),
         "prefix_snapshots_evicted": ("Snapshots given up", stats.prefixes.evicted_snapshots),
     }
     for name, (text, value) in gauges.items():

@@ -56,7 +56,7 @@ def _json(entries: PrefixEntries) -> list[dict[str, Any]]:
     each = entries.page_bytes
     found: list[dict[str, Any]] = [
         {
-            "tier": "device",
+            "tier": "host" if entry.host_pages else "device",
             "tokens": entry.tokens,
             "bytes": None if each is None else entry.pages * each,
             "snapshots": entry.snapshots,

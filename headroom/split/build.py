@@ -177,16 +177,19 @@ class _StageBuilder:
         return features
 
     def _open_caches(self) -> StageCaches:
-        """Return the caches of all layers, with memory for snapshots if those need any."""
+        """Return the caches of all layers, with host memory for snapshots and pages."""
         settings = self._settings
         caches = StageCaches(
             list(self._pages.values()),
             self._states,
             settings.snapshots,
+            settings.host_pages,
             pin=self._device.kind == "cuda" and settings.pin_experts,
         )
         if caches.nbytes:
             self._source.count("snapshots", caches.nbytes)
+        if caches.host_nbytes:
+            self._source.count("host_pages", caches.host_nbytes)
         return caches
 
     def _load_token_table(self) -> Weight:

@@ -247,6 +247,16 @@ class Pipeline:
         for stage in self._stages:
             stage.caches.copy_page(source, target)
 
+    def save_page(self, page: int, slot: int) -> None:
+        """Copy a page of keys and values to a slot of host memory."""
+        for stage in self._stages:
+            stage.caches.save_page(page, slot)
+
+    def load_page(self, slot: int, page: int) -> None:
+        """Copy a slot of host memory to a page of keys and values."""
+        for stage in self._stages:
+            stage.caches.load_page(slot, page)
+
     @property
     def cache_files(self) -> "PipelineFiles | None":
         """Tells what all caches hold as bytes; None: some are in other processes."""

@@ -17,7 +17,7 @@ SHARED_GROUPS = ("model", "engine")  # of settings that a worker obeys, too
 # Which results of a step's output rows can be asked for after the step.
 ROW_KINDS = ("logits", "normed", "hidden")
 # Methods of a stage's caches that the engine may call in a worker.
-CACHE_MOVES = ("save_state", "load_state", "copy_page")
+CACHE_MOVES = ("save_state", "load_state", "copy_page", "save_page", "load_page")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

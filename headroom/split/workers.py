@@ -706,6 +706,14 @@ class WorkerChain:
         """Tell every worker to copy a page of keys and values."""
         self._workers.send(cache_message("copy_page", source, target))
 
+    def save_page(self, page: int, slot: int) -> None:
+        """Tell every worker to copy a page to a slot of host memory."""
+        self._workers.send(cache_message("save_page", page, slot))
+
+    def load_page(self, slot: int, page: int) -> None:
+        """Tell every worker to copy a slot of host memory to a page."""
+        self._workers.send(cache_message("load_page", slot, page))
+
     def receive(self, received: HandedRows) -> None:
         """Not used: the chain is the only stage."""
         raise AssertionError("workers are the only stage of their pipeline")

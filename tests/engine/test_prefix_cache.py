@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headroom.engine.pages import PagePool
-from headroom.engine.prefix_cache import PrefixCache
+from headroom.engine.prefix_cache import HostPages, PrefixCache
 
 SIZE = 4  # tokens in a page
 
@@ -152,6 +152,31 @@ def test_a_page_that_is_given_up_takes_its_snapshots_along() -> None:
     assert cache.find("", list(range(8)), 8) is None
 
 
+def test_pages_that_leave_the_devices_move_to_host_memory_and_the_oldest_are_given_up() -> None:
+    copies: list[tuple[int, int]] = []
+    host = HostPages(3, lambda page, slot: copies.append((page, slot)))
+    cache = PrefixCache(pool := PagePool(4), SIZE, host=host)
+    first = fill(pool, cache, range(8))
+    fill(pool, cache, range(100, 108))
+    pool.give_back(pool.take(2))  # takes the places of the first prefix, from its end
+    assert [page for page, _ in copies] == first[::-1]
+    found = cache.find("", list(range(9)), 8)
+    assert found is not None
+    assert (found.tokens, found.pages) == (8, [])
+    assert [spot.host for spot in found.hosted] == [slot for _, slot in copies[::-1]]
+    pool.give_back(pool.take(4))  # two more move, one after the other; slots that are held stay
+    assert (len(copies), cache.evicted_pages) == (4, 1)
+    pages = pool.take(2)
+    for spot, page in zip(found.hosted, pages, strict=True):
+        cache.promote(spot, page)
+    cache.release(found)
+    pool.give_back(pages)
+    assert (host.used, pool.idle) == (1, 2)
+    found = cache.find("", list(range(9)), 8)
+    assert found is not None
+    assert (found.pages, found.hosted) == (pages, [])
+
+
 def test_nothing_is_known_after_it_was_cleared() -> None:
     cache = PrefixCache(pool := PagePool(6), SIZE, 2)
     snap(pool, cache, range(6))
@@ -173,10 +198,14 @@ class Running:
 class CacheMachine(RuleBasedStateMachine):
     """Sequences come, share, grow, take snapshots and go; pages hold the tokens they should."""
 
-    @initialize(pages=st.integers(1, 12), slots=st.sampled_from([None, 0, 1, 3]))
-    def begin(self, pages: int, slots: int | None) -> None:
+    @initialize(
+        pages=st.integers(1, 12), slots=st.sampled_from([None, 0, 1, 3]), host=st.integers(0, 6)
+    )
+    def begin(self, pages: int, slots: int | None, host: int) -> None:
         self.pool = PagePool(pages)
-        self.cache = PrefixCache(self.pool, SIZE, slots)
+        self.hosted: dict[int, list[int]] = {}  # by slot of host memory: as `held`
+        self.host = HostPages(host, self.demote)
+        self.cache = PrefixCache(self.pool, SIZE, slots, self.host)
         self.held: dict[int, list[int]] = {}  # by page: the tokens up to and in it
         self.saved: dict[int, list[int]] = {}  # by snapshot slot: its prefix
         self.running: list[Running] = []
@@ -194,18 +223,26 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.held[page] == tokens[: (number + 1) * SIZE]
             if found.snapshot is not None:
                 assert self.saved[found.snapshot.slot] == tokens[: found.tokens]
-                tail = found.snapshot.tail_page
+                tail = found.snapshot.tail_spot
                 if tail is not None:
-                    assert self.held[tail][: found.tokens] == tokens[: found.tokens]
+                    held = self.held[tail.page] if tail.page >= 0 else self.hosted[tail.host]
+                    assert held[: found.tokens] == tokens[: found.tokens]
             shared = found.pages
             self.pool.share(shared)
         needed = -(-len(tokens) // SIZE) - len(shared)
         if needed > self.pool.free:
             self.pool.give_back(shared)
+            if found is not None:
+                self.cache.release(found)
             return
         pages = [*shared, *self.pool.take(needed)]
         for number in range(len(shared), len(pages)):
             self.held[pages[number]] = tokens[: (number + 1) * SIZE]
+        if found is not None:
+            for number, spot in enumerate(found.hosted, start=len(shared)):
+                assert self.hosted[spot.host] == tokens[: (number + 1) * SIZE]
+                self.cache.promote(spot, pages[number])
+            self.cache.release(found)
         self.running.append(Running(tokens, pages))
 
     @rule(data=st.data())
@@ -235,9 +272,13 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cache.give_back_snapshot_slot(slot)
         self.pool.give_back(one.pages)
 
+    def demote(self, page: int, slot: int) -> None:
+        self.hosted[slot] = self.held[page]
+
     @rule()
     def clear(self) -> None:
         self.cache.clear()
+        assert self.host.used == 0
 
     @invariant()
     def pages_add_up(self) -> None:
@@ -246,6 +287,7 @@ class CacheMachine(RuleBasedStateMachine):
         used = {page for one in self.running for page in one.pages}
         assert self.pool.used == len(used)
         assert 0 <= self.pool.idle <= self.pool.free <= self.pool.total
+        assert len(set(self.host.free)) == len(self.host.free) <= self.host.total
 
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

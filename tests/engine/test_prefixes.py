@@ -1,7 +1,8 @@
 """Prefixes: an answer after a known prefix has the tokens of one that computed its whole prompt."""
 
+import functools
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,6 +47,15 @@ WAYS = {
         ignore_eos=True,
         max_tokens=6,
         logprobs=0,
+    ),
+    "penalised": SamplingParams(
+        temperature=0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.5,
+        presence_penalty=0.4,
+        ignore_eos=True,
+        max_tokens=6,
+        logprobs=2,
     ),
 }
 SETTINGS: dict[str, Any] = {
@@ -132,8 +142,14 @@ def asker(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[As
     one.engine.close()
 
 
-def check_conversation(asker: Asker, way: str) -> None:
-    """Ask prompts that share beginnings; compare each answer with one without the cache."""
+def check_conversation(asker: Asker, way: str, disturb: Callable[[], object] | None = None) -> None:
+    """Ask prompts that share beginnings; compare each answer with one without the cache.
+
+    `disturb` is called before each warm answer; without it, another prompt changes what a sequence
+    has of states and windows.
+    """
+    if disturb is None:
+        disturb = functools.partial(asker.ask, words("other", 120), way, key=None)
     first = asker.ask(PROMPT, way)
     branch = PROMPT[:100] + words("branch", 60)
     longer = PROMPT + words("longer", 30)
@@ -147,7 +163,7 @@ def check_conversation(asker: Asker, way: str) -> None:
         ("same", turn),
     ):
         cold = asker.ask(prompt, way, key=None)
-        asker.ask(words("other", 120), way, key=None)  # changes states and windows
+        disturb()
         warm = asker.ask(prompt, way)
         assert warm.tokens == cold.tokens, name
         assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3), name
@@ -160,6 +176,42 @@ def check_conversation(asker: Asker, way: str) -> None:
 @pytest.mark.parametrize("asker", [{}, {"device": "cpu,cpu"}], indirect=True, ids=["one", "two"])
 def test_a_warm_answer_is_the_cold_one(asker: Asker, way: str) -> None:
     check_conversation(asker, way)
+
+
+def push_out(asker: Asker) -> None:
+    """Take all pages of the devices once, so that whatever was kept has to leave them."""
+    asker.ask(words(f"room {asker.count}", 500), key=None, max_tokens=6)
+    counts = asker.engine.stats().prefixes
+    assert counts.idle_pages == 0
+    assert counts.host_pages > 0
+
+
+@pytest.mark.parametrize("checkpoint", MODELS, indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "asker",
+    [
+        {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"},
+        {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB", "device": "cpu,cpu"},
+    ],
+    indirect=True,
+    ids=["one", "two"],
+)
+def test_a_warm_answer_from_host_memory_is_the_cold_one(asker: Asker, way: str) -> None:
+    check_conversation(asker, way, lambda: push_out(asker))
+    counts = asker.engine.stats().prefixes
+    assert counts.promoted_pages >= 8
+    assert asker.engine.stats().cache_pages_used == 0
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+@pytest.mark.parametrize(
+    "asker",
+    [{"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB", "kv_type": "q8_0"}],
+    indirect=True,
+)
+def test_types_are_kept_as_they_are_in_host_memory(asker: Asker) -> None:
+    check_conversation(asker, "greedy", lambda: push_out(asker))
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen35", "gemma4-26b"], indirect=True)
@@ -334,7 +386,7 @@ def check_load(asker: Asker, requests: int, seed: str) -> None:
         kept = root[: random.randrange(len(root) // 3, len(root) + 1)]
         new = words(f"{seed} new {number}", random.randrange(0, 60))
         prompts.append((kept + new)[:400])
-    ways = [random.choice(list(WAYS)) for _ in prompts]
+    ways = [random.choice(("greedy", "sampled")) for _ in prompts]
     alone = Asker(asker.checkpoint, **asker.settings | {"no_prefix_cache": True, "cache_dir": None})
     cold = [alone.ask(x, way).tokens for x, way in zip(prompts, ways, strict=True)]
     alone.engine.close()
@@ -366,7 +418,15 @@ def check_load(asker: Asker, requests: int, seed: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35", "gemma4-31b"], indirect=True)
-@pytest.mark.parametrize("asker", [{"parallel": 4, "cache_tokens": 768}], indirect=True)
+@pytest.mark.parametrize(
+    "asker",
+    [
+        {"parallel": 4, "cache_tokens": 768},
+        {"parallel": 4, "cache_tokens": 768, "cache_ram": "16MiB"},
+    ],
+    indirect=True,
+    ids=["devices", "host"],
+)
 def test_answers_of_a_mixed_load_are_those_without_the_cache(asker: Asker) -> None:
     check_load(asker, 60, "load")
 

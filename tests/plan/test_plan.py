@@ -447,8 +447,23 @@ def test_snapshots_are_a_line_of_the_host_and_say_how_many_they_are() -> None:
     plan = make_plan([known_shape("qwen3.6-27b")], [gpu(24), host(64)], options)
     (line,) = (line for line in plan.host.lines if line.name == "snapshots")
     each = 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
-    assert line.bytes == 2 * GIB // each * each
-    assert line.why == f"{2 * GIB // each} snapshots of recurrent states and windows"
+    assert line.bytes == GIB // each * each
+    assert line.why == f"{GIB // each} snapshots of recurrent states and windows"
+    (pages,) = (x for x in plan.host.lines if x.name == "host_pages")
+    page = 64 * 16 * 2 * 4 * 256 * 2  # tokens, layers, keys and values, heads, values of 16 bits
+    count = (2 * GIB - line.bytes) // page
+    assert (pages.bytes, plan.settings.host_pages) == (count * page, count)
+    assert pages.why == f"{count} pages of kept prefixes, 64 tokens"
+
+
+def test_a_model_of_pages_alone_gives_all_of_the_cache_in_host_memory_to_them() -> None:
+    options = Options(context=4096, parallel=1, cache_ram="1GiB", kv_type="q8_0")
+    plan = make_plan([known_shape("qwen3-30b-a3b")], [gpu(24), host(64)], options)
+    page = 64 * 48 * 2 * 4 * 128 // 32 * 34
+    assert (plan.settings.snapshots, plan.settings.host_pages) == (0, GIB // page)
+    assert make_plan(
+        [known_shape("qwen3-30b-a3b")], [gpu(24), host(64)], replace(options, cache_ram=None)
+    ).settings.host_pages == 0  # fmt: skip
 
 
 def test_snapshots_take_a_share_of_host_memory_and_are_left_out_where_they_would_not_fit() -> None:
@@ -483,6 +498,21 @@ def test_two_stages_of_one_host_have_each_their_part_of_all_snapshots() -> None:
         total = [x.bytes for x in whole.devices[0].lines if x.name == "snapshots"]
         assert plan.settings.snapshots == whole.settings.snapshots > 0
         assert sum(parts) == sum(total)
+
+
+def test_two_stages_of_one_host_have_each_their_part_of_all_pages_in_host_memory() -> None:
+    options = Options(context=4096, parallel=1, cache_ram="4GiB", kv_type="f16")
+    model = known_shape("qwen3-30b-a3b")
+    whole = make_plan([model], [cpu(64)], options)
+    assert whole.settings.host_pages == 4 * GIB // (64 * 48 * 2 * 4 * 128 * 2)
+    halves = make_plan([model], [cpu(64), cpu(64)], options)
+    mixed = make_plan([model], [gpu(24), cpu(64)], replace(options, split="2,1"))
+    (total,) = (x.bytes for x in whole.devices[0].lines if x.name == "host_pages")
+    for plan in (halves, mixed):
+        places = (*plan.devices, plan.host)
+        parts = [x.bytes for place in places for x in place.lines if x.name == "host_pages"]
+        assert sum(parts) == total
+        assert plan.settings.host_pages == whole.settings.host_pages
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,24 @@ def test_planned_equals_allocated_for_the_default_model(
     assert {"core_weights", "embeddings", "kv", "staging", "workspace", "logits"} == set(allocated)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("name", ["llama", "qwen35", "gemma4-e4b"])
+def test_host_memory_for_kept_prefixes_is_that_of_the_plan(
+    tmp_path: Path, name: str, device: str
+) -> None:
+    path = variant(name).save_gguf(tmp_path / "m.gguf")
+    plan, allocated = plan_and_load(
+        path, context=256, parallel=2, kv_type="f16", cache_ram="2MiB", device=device
+    )
+    found = 0
+    for line in ("host_pages", "snapshots"):
+        sizes = [x.bytes for one in plan.devices for x in one.lines if x.name == line]
+        assert allocated.get(line, 0) == sum(sizes)
+        found += sum(sizes)
+    assert plan.settings.host_pages > 0
+    assert found <= 2 << 20
+
+
 @pytest.mark.parametrize("weights", ["packed", "unpacked"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_planned_equals_allocated_for_a_model_with_a_head_of_its_own(

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from headroom.llm import LLM
-from tests.engine.test_prefixes import PROMPT, SETTINGS, Asker, check_conversation, words
+from tests.engine.test_prefixes import (
+    PROMPT,
+    SETTINGS,
+    WAYS,
+    Asker,
+    check_conversation,
+    push_out,
+    words,
+)
 from tests.families.oracles import variant
 from tests.server.fakes import wait_until
 from tests.split.test_workers import pids
@@ -26,13 +34,22 @@ class WorkersAsker(Asker):
 def asker(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[WorkersAsker]:
     path: Path = tmp_path_factory.mktemp("workers") / "m.gguf"
     variant(request.param).save_gguf(path)
-    with LLM(str(path), **SETTINGS, workers="2", worker_restarts=100) as llm:
+    settings = SETTINGS | {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"}
+    with LLM(str(path), **settings, workers="2", worker_restarts=100) as llm:
         yield WorkersAsker(llm)
 
 
-@pytest.mark.parametrize("way", ["greedy", "sampled"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_warm_answer_of_two_processes_is_the_cold_one(asker: WorkersAsker, way: str) -> None:
     check_conversation(asker, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warm_answer_from_the_host_memory_of_two_processes_is_the_cold_one(
+    asker: WorkersAsker, way: str
+) -> None:
+    check_conversation(asker, way, lambda: push_out(asker))
+    assert asker.engine.stats().prefixes.promoted_pages > 0
 
 
 @pytest.mark.parametrize("lost", [0, 1])

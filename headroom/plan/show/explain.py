@@ -338,6 +338,11 @@ def _snapshots(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     yield Term((Factor(count, "snapshot"), Factor(line.bytes // count, "byte")), note=line.why)
 
 
+def _host_pages(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    count = place.settings.host_pages
+    yield Term((Factor(count, "page"), Factor(line.bytes // count, "byte")), note=line.why)
+
+
 def _graphs(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     parts = graph_parts(place.model, place.layers, place.spec, place.settings)
     for what, size in parts.items():
@@ -377,6 +382,7 @@ TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
     "features": _features,
     "feature_ring": _feature_ring,
     "snapshots": _snapshots,
+    "host_pages": _host_pages,
     "graphs": _graphs,
     "runtime": _runtime,
     "reserve": _reserve,

@@ -14,7 +14,7 @@ class LineLook:
 
 
 FREE_LETTER = "."
-OTHER_LETTERS = "bijqz"  # for lines without a look of their own
+OTHER_LETTERS = "bijq"  # for lines without a look of their own
 LOOKS = {
     "core_weights": LineLook("w", "blue", "#3b6fb5", "core weights"),
     "head": LineLook("o", "bright_blue", "#6f97d6", "head"),
@@ -26,6 +26,7 @@ LOOKS = {
     "kv": LineLook("k", "green", "#58a33c", "KV cache"),
     "recurrent_state": LineLook("s", "bright_green", "#8cc870", "recurrent state"),
     "snapshots": LineLook("n", "bright_green", "#b0d69d", "snapshots"),
+    "host_pages": LineLook("z", "bright_green", "#c9e3bb", "pages in host memory"),
     "staging": LineLook("t", "yellow", "#c98a2b", "staging"),
     "workspace": LineLook("a", "bright_yellow", "#e2703a", "workspace"),
     "verify_scratch": LineLook("v", "yellow", "#b86b1f", "verify scratch"),
