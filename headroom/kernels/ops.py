@@ -104,6 +104,16 @@ class Span:
     pages: torch.Tensor  # int64 page numbers in token order, enough for start + rows tokens
     state_slot: int = 0  # where the sequence's recurrent states are
     tree: torch.Tensor | None = None  # bool [rows, rows]: row i sees row j; parents come first
+    # Only some of the rows may stay, and the engine says later which. Recurrent layers leave the
+    # sequence's state as it was, since a state does not forget a row.
+    guessed: bool = False
+
+    def parents(self) -> list[int]:
+        """Return the row of the span that each row follows; -1: it follows the cached tokens."""
+        if self.tree is None:
+            return list(range(-1, self.rows - 1))
+        seen = self.tree.tolist()
+        return [max((j for j in range(i) if seen[i][j]), default=-1) for i in range(self.rows)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +262,8 @@ class DeltaNetOp(Protocol):
 
     `qkv [rows, channels]` is the input of the convolution, `beta` and `alpha` `[rows, value heads]`
     come before their activations. Returns `[rows, value heads, dim]`, not yet normed, and updates
-    the states. A sequence's rows give the same bits however they are divided into steps.
+    the states, but not those of guessed spans. A sequence's rows give the same bits however they
+    are divided into steps, and guessed or not: a guessed row goes on from its parent's state.
     """
 
     def __call__(

@@ -195,6 +195,7 @@ class CudaDeltaNet:
         qkv, z, beta, alpha = self._in(normed_rows(x, self._norm, self._narrow))
         heads = len(self._weights.decay)
         rows = DeltaNetRows(qkv, beta, alpha)
+        assert not any(span.guessed for span in batch.spans), "a GPU verifies no guesses yet"
         if is_decode(len(x)):
             tables = batch.tables[0]
             assert tables.trees is None, "a model with recurrent layers refuses draft trees"

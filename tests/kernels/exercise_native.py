@@ -180,12 +180,17 @@ def cold(native, ops) -> None:
 
 
 def states(native, ops) -> None:
-    """Run gated DeltaNet: prompts and single tokens, with full and partial vectors."""
+    """Run gated DeltaNet: prompts, single tokens and guesses, with full and partial vectors."""
+    parents = np.array([-1, 0, 0, 1, -1, 2], dtype=np.int64)
     for keys, heads, dim, taps in ((2, 6, 33, 4), (1, 1, 128, 1), (4, 4, 16, 4)):
         channels, slots = (2 * keys + heads) * dim, 3
         conv, decay, bias = floats(channels * taps), -np.abs(floats(heads)), floats(heads)
         memory, inputs = floats(slots * heads * dim * dim), floats(slots * (taps - 1) * channels)
-        for table in ([(0, 9, 0, 0)], [(0, 1, 9, 0), (1, 2, 0, 2), (3, 5, 4, 1)]):
+        for table in (
+            [(0, 9, 0, 0, -1)],
+            [(0, 1, 9, 0, -1), (1, 2, 0, 2, -1), (3, 5, 4, 1, -1)],
+            [(0, 1, 9, 0, -1), (1, 6, 4, 1, 0)],
+        ):
             spans = np.array(table, dtype=np.int64)
             rows = int(spans[:, 1].sum())
             sizes = (channels, heads, heads, channels, 2 * heads, heads * dim)
@@ -193,7 +198,7 @@ def states(native, ops) -> None:
             weights = [address(array) for array in (conv, decay, bias)]
             ops.delta_net((keys, heads, dim, taps), True, weights,
                           [address(memory), address(inputs)], address(spans), len(spans),
-                          [address(array) for array in arrays])  # fmt: skip
+                          address(parents), [address(array) for array in arrays])  # fmt: skip
             assert np.isfinite(arrays[-1]).all()
             norm = floats(dim)
             ops.gated_norm(address(arrays[-1]), address(arrays[-1]), address(norm),

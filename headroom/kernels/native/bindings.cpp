@@ -127,13 +127,14 @@ void bind_ops(nb::module_& m) {
         })
         .def("delta_net", [](Ops& self, std::array<int64_t, 4> sizes, bool tiled,
                              std::array<Address, 3> w, std::array<Address, 2> state, Address spans,
-                             int64_t count, std::array<Address, 6> a) {
+                             int64_t count, Address parents, std::array<Address, 6> a) {
             const DeltaShape shape{sizes[0], sizes[1], sizes[2], sizes[3], tiled};
             nb::gil_scoped_release released;
             self.delta_net(shape, {at<const float>(w[0]), at<const float>(w[1]), at<const float>(w[2])},
                            {at<float>(state[0]), at<float>(state[1])}, at<const DeltaSpan>(spans),
-                           count, at<const float>(a[0]), at<const float>(a[1]),
-                           at<const float>(a[2]), at<float>(a[3]), at<float>(a[4]), at<float>(a[5]));
+                           count, at<const int64_t>(parents), at<const float>(a[0]),
+                           at<const float>(a[1]), at<const float>(a[2]), at<float>(a[3]),
+                           at<float>(a[4]), at<float>(a[5]));
         })
         .def("gated_norm", [](Ops& self, Address x, Address gate, Address weight,
                               std::array<int64_t, 2> sizes, float eps, Address out) {

@@ -26,11 +26,15 @@ struct DeltaJob {
     float* memory;                         // [dim, dim]
     int64_t rows, dim, channels, heads, column, width;
     bool fresh;  // the sequence begins: treat the memory as zeros, whatever it holds
+    // Of guessed rows: the row that each follows (-1: none), and where the memory after it is kept for a
+    // later row that follows it (-1: nowhere). The job's memory stays as it was. Null: plain rows.
+    const int64_t *parents, *places;
 };
 
-// The rows of one sequence in a step, and the slot of its state.
+// The rows of one sequence in a step, and the slot of its state. `guesses` is where the parents of guessed
+// rows begin, whose sequence's state stays as it was; -1: plain rows.
 struct DeltaSpan {
-    int64_t first_row, rows, start, slot;
+    int64_t first_row, rows, start, slot, guesses;
 };
 
 struct DeltaWeights {

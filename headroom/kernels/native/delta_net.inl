@@ -121,20 +121,50 @@ inline void delta_block(const DeltaJob& job, int64_t column, const DeltaBlock& b
     delta_row<true>(job, job.rows - 1, column, block, answer);
 }
 
+// Copies columns of a job's memory to `copy` [dim, DELTA_WIDTH], with zeros beyond the last one.
+inline void copy_columns(const DeltaJob& job, int64_t column, size_t bytes, float* copy) {
+    std::memset(copy, 0, job.dim * DELTA_WIDTH * sizeof(float));
+    for (int64_t i = 0; i < job.dim && !job.fresh; ++i)
+        std::memcpy(copy + i * DELTA_WIDTH, job.memory + column + i * job.dim, bytes);
+}
+
+// Runs guessed rows: each goes on from the memory after the row that it follows, with the same operations
+// as plain rows, so that its bits are those of its path as plain text. `copy` is followed by the places.
+void delta_guesses(const DeltaJob& job, int64_t column, size_t bytes, float* copy) {
+    const int64_t size = job.dim * DELTA_WIDTH;
+    const DeltaBlock block = {copy, DELTA_WIDTH};
+    F answer[DELTA_VECTORS];
+    for (int64_t row = 0; row < job.rows; ++row) {
+        const int64_t parent = job.parents[row];
+        if (parent < 0) copy_columns(job, column, bytes, copy);
+        else if (parent < row - 1)
+            std::memcpy(copy, copy + (1 + job.places[parent]) * size, size * sizeof(float));
+        if (row == 0 || parent != row - 1) ask(block, job.keys + row * job.channels, job.dim, answer);
+        if (row + 1 < job.rows && job.parents[row + 1] == row)
+            delta_row<false>(job, row, column, block, answer);
+        else
+            delta_row<true>(job, row, column, block, answer);
+        if (job.places[row] >= 0)
+            std::memcpy(copy + (1 + job.places[row]) * size, copy, size * sizeof(float));
+    }
+}
+
 // Runs a job over its columns, DELTA_WIDTH at a time. For several rows the columns are first copied to
 // `copy` [dim, DELTA_WIDTH], which stays in L1.
 void delta_rows(const DeltaJob& job, float* copy) {
     for (int64_t column = job.column; column < job.column + job.width; column += DELTA_WIDTH) {
         float* memory = job.memory + column;
         const int64_t left = job.column + job.width - column;
+        const size_t bytes = (left < DELTA_WIDTH ? left : DELTA_WIDTH) * sizeof(float);
+        if (job.parents) {
+            delta_guesses(job, column, bytes, copy);
+            continue;
+        }
         if (job.rows == 1 && !job.fresh && left >= DELTA_WIDTH) {
             delta_block(job, column, {memory, job.dim});
             continue;
         }
-        const size_t bytes = (left < DELTA_WIDTH ? left : DELTA_WIDTH) * sizeof(float);
-        std::memset(copy, 0, job.dim * DELTA_WIDTH * sizeof(float));
-        for (int64_t i = 0; i < job.dim && !job.fresh; ++i)
-            std::memcpy(copy + i * DELTA_WIDTH, memory + i * job.dim, bytes);
+        copy_columns(job, column, bytes, copy);
         delta_block(job, column, {copy, DELTA_WIDTH});
         for (int64_t i = 0; i < job.dim; ++i)
             std::memcpy(memory + i * job.dim, copy + i * DELTA_WIDTH, bytes);

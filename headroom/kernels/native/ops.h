@@ -126,10 +126,11 @@ class Ops {
     // counts [experts].
     void route(const RouterRule& rule, const float* logits, int64_t rows, int64_t experts,
                const float* bias, int64_t* counts, int32_t* ids, float* weights);
-    // Spans cover all rows. Scratch: mixed [rows, channels], gates [2, rows, value heads].
+    // Spans cover all rows. `parents` are the rows that guessed rows follow, by span. Scratch: mixed [rows, channels], gates [2, rows, value heads].
     void delta_net(const DeltaShape& shape, const DeltaWeights& w, const DeltaState& state,
-                   const DeltaSpan* spans, int64_t span_count, const float* qkv, const float* beta,
-                   const float* alpha, float* mixed, float* gates, float* out);
+                   const DeltaSpan* spans, int64_t span_count, const int64_t* parents,
+                   const float* qkv, const float* beta, const float* alpha, float* mixed,
+                   float* gates, float* out);
     void gated_norm(const float* x, const float* gate, const float* weight, int64_t rows,
                     int64_t columns, float eps, float* out);
 

@@ -18,6 +18,7 @@ def delta_net(
     spans: tuple[Span, ...],
 ) -> torch.Tensor:
     """Run every span's rows through its sequence's state, and update the state."""
+    assert not any(span.guessed for span in spans), "steps of a GPU verify no guesses yet"
     _, heads, _, dim = state.memory.shape
     (rows, channels), taps, device = qkv.shape, weights.conv.shape[1], qkv.device
     qkv, beta, alpha = qkv.contiguous(), beta.contiguous(), alpha.contiguous()
