@@ -64,13 +64,13 @@ def logits_of(checkpoint: Checkpoint, **settings: str) -> torch.Tensor:
         wanted = settings.get("activation_dtype", "f16")
         assert {device.settings.handover_type for device in plan.devices} == {wanted}
     pipeline = start_pipeline(plan, model)
-    for memory in pipeline.memory():  # the buffers for rows in f16 are those that were planned
-        assert memory.used_bytes == memory.planned_bytes
+    staging = sum(device.allocated["staging"] for device in plan.devices)
+    assert pipeline.allocated["staging"] == staging  # with the buffers for rows in f16
     sequence, found = running(PROMPT, [1, 0]), []
     for rows in (9, 1, 6, 8):
         with torch.inference_mode():
             result = pipeline.step(make_batch([Turn(sequence, rows)], PAGE_SIZE))
-            found.append(result.logits(range(len(result.tokens()))).clone())
+            found += [result.logits([row]).clone() for row in range(len(result.tokens()))]
         sequence.cached += rows
     pipeline.close()
     return torch.cat(found)

@@ -84,11 +84,11 @@ def shared(plan: Plan, pipeline: Pipeline, depth: int) -> tuple[Plan, Pipeline]:
     [
         ("llama", "cuda:0,cpu"),
         ("llama", "cpu,cuda:0"),
-        ("llama", "cuda:0,cpu,cpu"),
-        ("llama", "cpu,cuda:0,cpu"),
         ("llama", "cuda:0,cuda:0"),
-        ("qwen35moe", "cuda:0,cpu"),
-        ("gemma4-e4b", "cuda:0,cpu"),
+        pytest.param("llama", "cuda:0,cpu,cpu", marks=pytest.mark.slow),
+        pytest.param("llama", "cpu,cuda:0,cpu", marks=pytest.mark.slow),
+        pytest.param("qwen35moe", "cuda:0,cpu", marks=pytest.mark.slow),
+        pytest.param("gemma4-e4b", "cuda:0,cpu", marks=pytest.mark.slow),
     ],
 )
 def test_answers_do_not_depend_on_stages_that_work_at_once(
@@ -156,6 +156,7 @@ def test_recorded_picks_keep_the_order_of_steps(
     pipeline.close()
 
 
+@pytest.mark.slow
 def test_a_warm_answer_of_stages_that_work_at_once_is_the_cold_one(
     checkpoints: dict[str, Checkpoint], gpu: StandInGpu
 ) -> None:
