@@ -74,6 +74,7 @@ def deepened(llm: LLM, depth: int) -> tuple[list[Batch], list[tuple[str, int]]]:
         return LastingResult(step(batch, draws), len(batches), log)
 
     pipeline.depth, pipeline.step = depth, lasting_step  # type: ignore[method-assign]
+    pipeline._pays_to_share = lambda sequences, steps: True  # type: ignore[assignment]
     return batches, log
 
 
