@@ -249,11 +249,13 @@ class Pipeline:
 
     def save_page(self, page: int, slot: int) -> None:
         """Copy a page of keys and values to a slot of host memory."""
+        self.settle()
         for stage in self._stages:
             stage.caches.save_page(page, slot)
 
     def load_page(self, slot: int, page: int) -> None:
         """Copy a slot of host memory to a page of keys and values."""
+        self.settle()
         for stage in self._stages:
             stage.caches.load_page(slot, page)
 

@@ -184,7 +184,7 @@ class PlayedStage:
     ) -> None:
         self.device, self.drawn = device, drawn
         self._log, self._fails = log, fails
-        moves = ("copy_page", "save_state", "load_state")
+        moves = ("copy_page", "save_page", "load_page", "save_state", "load_state")
         self.caches = SimpleNamespace(**{name: partial(self._move, name) for name in moves})
 
     def _move(self, name: str, *arguments: int) -> None:
@@ -255,6 +255,8 @@ def test_caches_and_features_are_used_after_the_cpu_has_run_what_was_launched() 
     pipeline = Pipeline(stages, vocab=8, depth=2, features=features)  # type: ignore[arg-type]
     moves: dict[str, Callable[[], None]] = {
         "copy_page": lambda: pipeline.copy_page(1, 2),
+        "save_page": lambda: pipeline.save_page(1, 2),
+        "load_page": lambda: pipeline.load_page(1, 2),
         "save_state": lambda: pipeline.save_state(1, 2, 3),
         "load_state": lambda: pipeline.load_state(1, 2, 3),
     }
@@ -262,21 +264,21 @@ def test_caches_and_features_are_used_after_the_cpu_has_run_what_was_launched() 
         pipeline.step(step_at(step))
         move()
         assert log[-3:] == [f"cpu runs {step}", name, name]
-    pipeline.step(step_at(3))
+    pipeline.step(step_at(5))
     with pytest.raises(KeyError):  # no features were asked for
         features.stored(0, 1)
-    assert log[-1] == "cpu runs 3"
-    pipeline.step(step_at(4))
+    assert log[-1] == "cpu runs 5"
+    pipeline.step(step_at(6))
     with pytest.raises(RuntimeError):
         features.read(1, "cpu")
-    assert log[-1] == "cpu runs 4"
+    assert log[-1] == "cpu runs 6"
     files = SimpleNamespace(page_bytes=0, snapshot_bytes=0)
     for stage in stages:
         stage.cache_files = files  # type: ignore[attr-defined]
-    pipeline.step(step_at(5))
+    pipeline.step(step_at(7))
     assert pipeline.cache_files is not None
     pipeline.cache_files.settle()
-    assert log[-1] == "cpu runs 5"
+    assert log[-1] == "cpu runs 7"
 
 
 def test_the_first_gpu_waits_for_tokens_of_the_last_one_only_if_the_step_names_them() -> None:
