@@ -22,7 +22,7 @@ from headroom.text.tool_values import argument_types, json_value
 _NAME_KEYS = ("name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 # Fields of a call's JSON in which an answer may break off and leave nothing but markup.
-_OWN_FIELDS = ('"arguments":', '"parameters":', '"id":', '"type":')
+_OWN_FIELDS = ('"arguments":', '"parameters":', '"id":', '"type":"function"')
 SCALARS = frozenset(("integer", "number", "boolean", "null"))  # JSON types that are no strings
 
 
@@ -122,7 +122,9 @@ class _JsonCall:
             yield from self._read_object(nested=True)
         elif key == "id" and character in QUOTES and not self._id:
             self._id = yield from read_string_value(scan)
-        elif key != "type" or not (yield from scan.take('"function"')):
+        elif key != "type" or not (
+            (yield from scan.take('"function"')) or (yield from scan.take("'function'"))
+        ):
             yield from self._read_other_field(key)
 
     def _read_arguments(self, character: str) -> Reading[None]:
@@ -195,6 +197,7 @@ class _JsonCall:
         if self._begun and not self._has_arguments:
             return False
         field = "".join(scan.uncommitted[self._field_start :].split()).removeprefix(",")
+        field = field.replace("'", '"')
         if not self._marked and not self._begun:  # other JSON could begin in the same way
             return field in _OWN_FIELDS[:2]
         return field.startswith('"id":"') or any(own.startswith(field) for own in _OWN_FIELDS)

@@ -183,3 +183,17 @@ def test_arguments_that_break_off_are_those_that_were_written(arguments: str) ->
     result = read_in_all_ways(TAGS, f'<tool_call>{{"name": "write", "arguments": {arguments}')
     assert result.calls == [("write", arguments)]
     assert result.text == ""
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_a_call_that_breaks_off_in_its_markup_has_no_text(quote: str) -> None:
+    for written in (
+        '<tool_call>{"name": "now", "arguments": {',
+        '<tool_call>{"name": "now", "arguments": {}, "type": "function", "id": "x"}',
+        '<tool_call>{"name": "now", "id": "abc", "argum',
+    ):
+        answer = written.replace('"', quote)
+        for end in range(answer.index("now") + 4, len(answer) + 1):
+            result = read_in_all_ways(TAGS, answer[:end])
+            assert [name for name, _ in result.calls] == ["now"]
+            assert result.text == "", answer[:end]
