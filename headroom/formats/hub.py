@@ -143,6 +143,7 @@ def _known_name(name: str, known: Mapping[str, WheelModel]) -> str | None:
 
 
 def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
+    """Return the model on this disk that fits a name best; None if there is none."""
     if (there := find_on_disk(name)) is not None:
         return there
     if (full := _known_name(name, known)) is not None:
@@ -162,9 +163,10 @@ def _find(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None
 
 
 def _find_pulled(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path | None:
-    """Return what `_find` does, unless only the hub knows which file a name means.
+    """Return the model on this disk that a name means; None if there is none, or the hub must say.
 
-    For `org/repo` that a GGUF file is here does not tell whether there are safetensors, too.
+    `org/repo` without a file means the repository's safetensors, if it has some. A GGUF file of the
+    repository on this disk does not tell whether it has.
     """
     path = _find(name, home, known)
     if path is None or find_on_disk(name) is not None or _known_name(name, known):
@@ -175,9 +177,9 @@ def _find_pulled(name: str, home: Path, known: Mapping[str, WheelModel]) -> Path
 
 
 def _model_in(folder: Path, name: HubName, *, whole: bool) -> Path | None:
-    """Return the model of a repository that a name means, if its files are in a folder.
+    """Return the model that a name means, if the files of its repository are in a folder.
 
-    `whole` says whether the folder holds all safetensors of the repository.
+    `whole`: the folder holds all safetensors of the repository.
     """
     if name.file is None and name.quant is None and whole:
         return folder
