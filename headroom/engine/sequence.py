@@ -41,7 +41,8 @@ class Sequence:
     # a device has drawn and the host has not read yet.
     tokens: list[int] = field(default_factory=list)
     unread: int = 0
-    # An output row of it is computed whose token has no placeholder: its next step has to wait.
+    # A step computes one of its output rows, whose token has no placeholder in `tokens` yet. So its
+    # next step has to wait.
     awaited: bool = False
     cached: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)

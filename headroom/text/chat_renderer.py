@@ -320,7 +320,7 @@ class ChatRenderer:
         return self._ways
 
     def _works(self, way: Way) -> bool:
-        """Whether the template keeps placeholders, and writes the same text after them as usual.
+        """Whether the template copies placeholders, and goes on after them as after real answers.
 
         Two calls and their results are rendered once with placeholders and once as they are. What
         stands between a call and its result must be equal.
