@@ -95,6 +95,7 @@ def test_calls_are_those_that_readers_of_json_and_python_find() -> None:
     assert checked > len(recorded()) / 2
 
 
+@pytest.mark.timeout(1200)  # minutes of one core
 def test_calls_are_the_same_wherever_an_answer_is_cut() -> None:
     step = max(1, len(recorded()) // CUT_ANSWERS)
     for answer in recorded()[::step]:
