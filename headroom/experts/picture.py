@@ -93,7 +93,7 @@ def experts_svg(use: PlannedResidency) -> str:
 
 
 def _step(most: int) -> int:
-    """Return a power of two: from one number below the map to the next."""
+    """Return a power of two: from one number above the map to the next."""
     step = 1
     while most / step > 16:
         step *= 2

@@ -1,6 +1,7 @@
 """The heat map has every expert once, in a colour by its choices, and scales with numbers."""
 
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -61,6 +62,27 @@ def test_scales_have_numbers_and_each_layer_its_hot_experts_and_hit_rate() -> No
     assert shown[shown.index("choices counted") + 1] == "8"
     assert shown[shown.index("most chosen expert") + 1] == "1.5 x"
     assert shown[-6:] == ["0", "1", "75.0 %", "1", "1", "50.0 %"]
+
+
+@pytest.mark.parametrize(("experts", "step"), [(16, 1), (17, 2), (40, 4), (128, 8), (512, 32)])
+def test_numbers_above_the_map_are_a_power_of_two_apart(experts: int, step: int) -> None:
+    use = PlannedResidency("m", "24GiB", ((1.0,) * experts,), ExpertPlacement(((),), "even"))
+    root = read_picture(experts_svg(use))
+    shown = [text for text in written(root) if text.words.isdigit()]
+    ((line, _),) = Counter(text.y for text in shown).most_common(1)
+    numbers = [int(text.words) for text in shown if text.y == line]
+    assert numbers == list(range(0, experts, step))
+
+
+def test_the_bar_of_a_hit_rate_fills_its_share_of_a_box_within_the_row() -> None:
+    root = read_picture(experts_svg(USE))
+    row = boxes(root)[0]  # of layer 1, whose hit rate is 100 of 104
+    top, height = number(row, "y"), number(row, "height")
+    others = [box for box in root.iter(f"{SVG}rect") if not box.get("data-expert")]
+    whole, rate = [box for box in others if top < number(box, "y") < top + height]
+    assert number(rate, "width") == pytest.approx(number(whole, "width") * 100 / 104, abs=0.01)
+    for box in (whole, rate):
+        assert number(box, "y") + number(box, "height") < top + height
 
 
 def test_without_statistics_places_are_drawn_and_no_rates() -> None:
