@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,7 +24,7 @@ from headroom.cli.chat_session import (
 )
 from headroom.cli.loading import open_llm
 from headroom.cli.progress import waiting
-from headroom.cli.quiet_keys import quiet_keys
+from headroom.cli.quiet_keys import marked_pastes, quiet_keys
 from headroom.cli.settings import sampling_settings, with_settings
 from headroom.engine.request import SamplingParams
 from headroom.errors import HeadroomError, ModelError, OptionError
@@ -65,7 +66,9 @@ def chat(
     """Talk with a model; /help lists what can be typed."""
     if load is not None:  # a wrong file is refused before the model is loaded
         ChatSession(SamplingParams(), {}).load(chat_path(str(load)))
-    with open_llm(options) as llm:
+    with ExitStack() as stack:
+        with pastes_between_prompts(Console()):
+            llm = stack.enter_context(open_llm(options))
         if llm.template is None:
             raise ModelError(
                 f"{llm.name} has no chat template.",
@@ -93,6 +96,13 @@ def message_reader(home: Path, talk: "Chat") -> "MessageReader":
     if sys.stdin.isatty() and talk.console.is_terminal:
         return terminal_reader(home, talk.proposals, tuple(PATH_COMMANDS))
     return LineReader(sys.stdin)
+
+
+def pastes_between_prompts(console: Console) -> AbstractContextManager[None]:
+    """Keep a paste one message that comes while a person's terminal shows no prompt."""
+    if sys.stdin.isatty() and console.is_terminal:
+        return marked_pastes(console.file)
+    return nullcontext()
 
 
 class Chat:
@@ -161,7 +171,7 @@ class Chat:
         thinking = Thinking(enabled=THINK[session.think])
         chat = Conversation(messages=session.messages(question, left_out), thinking=thinking)
         received = ReceivedAnswer()
-        with quiet_keys():
+        with quiet_keys(), pastes_between_prompts(self.console):
             deltas = self.llm.stream_chat(chat, params)
             self._show(deltas, received)
         if not received.deltas:

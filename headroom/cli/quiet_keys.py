@@ -1,10 +1,13 @@
-"""quiet_keys(): keeps typed keys from being shown in the midst of an answer or a progress bar."""
+"""Keys that are typed in the midst of an answer or a progress bar: not shown, and read later."""
 
 import contextlib
 import os
 import sys
 import termios
 from collections.abc import Iterator
+from typing import IO
+
+MARK_PASTES, MARK_NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste on and off
 
 
 @contextlib.contextmanager
@@ -24,9 +27,27 @@ def quiet_keys() -> Iterator[None]:
         yield
         return
     quiet = termios.tcgetattr(terminal)
-    quiet[3] &= ~termios.ECHO  # the local flags
+    # Of the local flags. Without ICANON a long line is kept whole: the system's own editing of
+    # lines keeps 4095 bytes and drops the others.
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
     try:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def marked_pastes(terminal: IO[str]) -> Iterator[None]:
+    """Let the terminal mark where a paste begins and ends, until the block ends.
+
+    A prompt does so itself. Between prompts, as during an answer, the lines of a paste would else
+    look like lines that were typed.
+    """
+    terminal.write(MARK_PASTES)
+    terminal.flush()
+    try:
+        yield
+    finally:
+        terminal.write(MARK_NO_PASTES)
+        terminal.flush()

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COLUMNS = 72
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]")
+PASTE_MODES = re.compile(r"\x1b\[\?2004([hl])")
 PROMPT = "> "
 UP, CTRL_C, CTRL_D = "\x1b[A", "\x03", "\x04"
 
@@ -31,6 +32,7 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         self.shown = ""  # all that was written, without the sequences that colour and move
+        self.marks_pastes = False  # whether the program has asked for it
         self._read_to = 0
         self._pid, self._terminal = pty.fork()
         if self._pid == 0:
@@ -46,6 +48,11 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
 
+    def paste(self, text: str) -> None:
+        """Do what terminals do with a pasted text."""
+        keys = text.replace("\n", "\r")
+        self.type(f"\x1b[200~{keys}\x1b[201~" if self.marks_pastes else keys)
+
     def until(self, pattern: str, limit_s: float = 60) -> str:
         """Return what is shown after the last call, up to a pattern."""
         end = time.monotonic() + limit_s
@@ -53,6 +60,8 @@ class Terminal:
             ready, _, _ = select.select([self._terminal], [], [], max(0, end - time.monotonic()))
             assert ready, f"{pattern!r} was not shown: {self.shown[self._read_to :]!r}"
             text = os.read(self._terminal, 65536).decode(errors="replace")
+            for asked in PASTE_MODES.findall(text):
+                self.marks_pastes = asked == "h"
             self.shown = ESCAPES.sub("", self.shown + text)
         seen = self.shown[self._read_to : found.end()]
         self._read_to = found.end()
@@ -125,6 +134,35 @@ def test_a_paste_of_several_lines_is_one_message_and_comes_back_in_the_next_chat
     second.until(r"Repeat:.*red.*green")
     second.type(CTRL_C + CTRL_D)
     assert second.end() == 0
+
+
+def test_a_paste_during_an_answer_is_one_message_too(chat: Start) -> None:
+    terminal = chat("--max-tokens", "40", "--ignore-eos")
+    terminal.type("Count from one to a thousand.\r")
+    terminal.until(r"\n[A-Z1]")  # the answer has begun
+    terminal.paste(f"Repeat:\n{'long ' * 700}\nend")
+    terminal.until(r"40 tokens.*> .*Repeat:.*long.*end")
+    terminal.type("\r")
+    terminal.until(r"40 tokens.*> ")
+    terminal.type("/tokens\r")
+    terminal.until(r"2 turns, .*> ")
+    assert "Repeat" in terminal.shown
+    terminal.type(CTRL_D)
+    assert terminal.end() == 0
+
+
+def test_a_paste_while_the_model_is_loaded_is_one_message_too(
+    start: Start, smollm2_path: Path, tmp_path: Path
+) -> None:
+    words = ("chat", str(smollm2_path), "--home", str(tmp_path), "--seed", "1")
+    terminal = start(*words, "--max-tokens", "4")
+    terminal.until("loading")
+    terminal.paste("Repeat:\nred\ngreen")
+    terminal.until(r"> .*Repeat:.*red.*green")
+    terminal.type("\r")
+    terminal.until(r"4 tokens.*> ")
+    terminal.type("/tokens\r")
+    terminal.until(r"1 turn, .*> ")
 
 
 def test_words_are_wrapped_and_none_is_cut(chat: Start) -> None:

@@ -1,5 +1,6 @@
 """Keys that are typed while something else is shown."""
 
+import io
 import os
 import pty
 import sys
@@ -9,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from headroom.cli import quiet_keys as module
-from headroom.cli.quiet_keys import quiet_keys
+from headroom.cli.quiet_keys import marked_pastes, quiet_keys
 
 
 def echoes(terminal: int) -> bool:
-    return bool(termios.tcgetattr(terminal)[3] & termios.ECHO)
+    """Return whether keys are shown and lines edited by the system; both or none."""
+    flags = termios.tcgetattr(terminal)[3]
+    assert bool(flags & termios.ECHO) is bool(flags & termios.ICANON)
+    return bool(flags & termios.ECHO)
 
 
 @pytest.mark.parametrize("foreground", [True, False])
@@ -40,3 +44,13 @@ def test_what_is_no_terminal_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(sys, "stdin", stdin)
             with quiet_keys():
                 pass
+
+
+def test_pastes_are_marked_until_the_block_ends_however_it_ends() -> None:
+    terminal = io.StringIO()
+    with marked_pastes(terminal):
+        assert terminal.getvalue() == "\x1b[?2004h"
+    assert terminal.getvalue() == "\x1b[?2004h\x1b[?2004l"
+    with pytest.raises(KeyboardInterrupt), marked_pastes(terminal):
+        raise KeyboardInterrupt
+    assert terminal.getvalue().endswith("\x1b[?2004h\x1b[?2004l")
