@@ -34,7 +34,9 @@ _PLAIN_SHARED_BYTES = 48 << 10  # dynamic shared memory of a block without that 
 _MOST_THREADS = 16  # that compile at the same time; each takes about 30 MiB
 # Sources that take longest to compile, the longest first (3.4, 1.1, 0.8 and 0.6 s of one core for
 # Qwen3.5-35B-A3B, NVRTC 12.8, 2026-11). They begin first, so that all threads end about together.
-_SLOWEST = ("delta_chunks.cu", "sorted.cu", "decode.cu", "experts.cu", "matmul.cu")
+_SLOWEST = (
+    *("delta_chunks.cu", "sorted.cu", "decode.cu", "experts.cu", "shared_picks.cu", "matmul.cu"),
+)
 
 T = TypeVar("T")
 Defines = tuple[tuple[str, int], ...]  # macros and their values, sorted

@@ -42,6 +42,7 @@ _HEADS = {"DIM": 128, "K_KIND": BF16, "V_KIND": BF16}
 _PAGED = _HEADS | {"GROUP": 4, "PAGE": 64}
 _KINDS = {"GATE": Q4_K, "UP": Q4_K, "DOWN": Q4_K}
 _EXPERTS = _KINDS | {f"SHARED_{part}": Q4_K for part in _KINDS} | {"GELU": 0, "LANES": 4}
+_SHARED = _EXPERTS | {"GROUPS": 1, "FILLS": 0, "STAGES": 1}
 _CACHES = NO_POLICY.macros | WORDS | {"THREADS": 256}
 _SORTED = {"A_KIND": Q4_K, "B_KIND": Q4_K, "GATED": 1, "GELU": 0, "WARPS": 2, "STAGES": 1}
 _FEW = ProductShape(8, 8, 1, 1, 2).defines | {"KIND": Q4_K, "GROUPS": 1, "LANES": 4}
@@ -61,6 +62,7 @@ PROBES = (
     Probe("routers", "route.cu", "score", {"EXPERTS": 32, "SIGMOID": 0, "ROWS": 1}),
     Probe("routers with norms", "router.cu", "score_rows", {"EACH": 2, "ROWS": 1, "LANES": 4}),
     Probe("experts", "experts.cu", "gate_up", _EXPERTS),
+    Probe("experts that rows share", "shared_picks.cu", "gate_up", _SHARED),
     Probe("experts of short prompts", "sorted.cu", "gate_up", _SORTED),
     Probe("unpacked experts", "unpack.cu", "unpack", _KINDS | {"WARPS": 4, "OUT_F16": 0}),
     Probe("grouped products in bf16", "grouped.cu", "grouped", _GROUPED | {"HALVES": 0}, 80),
