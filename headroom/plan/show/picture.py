@@ -138,7 +138,7 @@ def figures(plan: Plan) -> Iterator[Figure]:
         devices = memories(plan)[: len(plan.devices)]
         free = sum(device.free_bytes for device in devices)
         whole = gib(sum(device.total_bytes for device in devices))
-        where = f" on {len(devices)} devices" if len(devices) > 1 else ""
+        where = " in all" if len(devices) > 1 else ""
         yield Figure("free", gib(free), f"of {whole}{where}")
 
 

@@ -1,5 +1,7 @@
 """The scratch of a step multiplied out, buffer by buffer."""
 
+from dataclasses import replace
+
 from headroom.options import Options
 from headroom.plan.known import known_shape
 from headroom.plan.plan import make_plan
@@ -12,7 +14,8 @@ def number(text: str) -> int:
 
 
 def test_the_scratch_of_a_step_is_given_buffer_by_buffer() -> None:
-    plan = make_plan([smollm2()], [cpu(24)], Options(parallel=4, chunk=512, threads=2))
+    native = replace(cpu(24), native=True)
+    plan = make_plan([smollm2()], [native], Options(parallel=4, chunk=512, threads=2))
     rows = explain_line(plan, "workspace").splitlines()[1:]
     assert plan.settings.rows == 516
     in_8_bits = 576 + 576 // 32 * 4 + 576 // 16 * 4  # of a row: values, scales, sums
