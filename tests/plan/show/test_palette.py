@@ -31,8 +31,9 @@ def test_in_every_plan_a_map_has_the_letters_of_the_rows_above_it_in_their_order
     places = [*plan.devices, *([plan.host] if plan.host.lines else [])]
     maps = [row for row in rows if row.startswith("[")]
     assert len(maps) == len(places)
+    index = 0
     for place, drawn in zip(places, maps, strict=True):
-        index = rows.index(drawn)
+        index = rows.index(drawn, index + 1)  # two places may look alike
         legend = rows[index - len(place.lines) - 1 : index]
         names = {row.split()[0]: row.split()[1] for row in legend}
         assert len(names) == len(place.lines) + 1
