@@ -171,6 +171,11 @@ class Options:
         minimum=0,
         maximum=1,
     )
+    exact_batch: bool = option(
+        False,
+        "compute each prompt in steps of its own, cut at fixed tokens, so that in 16 bits on a GPU "
+        "an answer does not depend on which other requests run, nor on what is cached",
+    )
     no_prefix_cache: bool = option(
         False, "compute every prompt from its start, even if an earlier one began alike"
     )

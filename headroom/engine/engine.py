@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LEAST_CHUNK = 32  # prompt tokens of a step that is not made smaller when memory is short
+CALM_STEPS = 64  # after so many steps without a lack of memory, prompts take twice as many rows
 FILE_WAIT_S = 0.02  # how long an engine without anything to compute waits for a file at a time
 
 
@@ -70,7 +72,7 @@ class Engine:
         self.vocab = pipeline.vocab
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
-        limits = Limits(settings.parallel, settings.chunk, settings.page_size)
+        limits = Limits(settings.parallel, settings.chunk, settings.page_size, settings.exact_batch)
         caches = pipeline.cache_files
         page_bytes = None if caches is None else caches.page_bytes
         self._prefixes = Prefixes(
@@ -80,6 +82,7 @@ class Engine:
         self._counters = Counters()
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
+        self._calm_steps = 0  # since memory was short
         self._losses = 0  # how often parts of the pipeline were lost, and all steps under way
         # The lock guards the six fields below, which other threads use, and nothing else.
         self._changed = threading.Condition()
@@ -354,8 +357,21 @@ class Engine:
             result = self._pipeline.step(batch, list_draws(outputs))
             step = LaunchedStep(turns, outputs, result, ahead=ahead)
         except Exception as error:
-            self._fail(turns, error)
+            if not (_lacks_memory(error) and self._relieve(turns, error)):
+                self._fail(turns, error)
             return None
+        self._calm_steps += 1
+        if self._scheduler.chunk < self._settings.chunk and self._calm_steps >= CALM_STEPS:
+            self._calm_steps = 0
+            self._scheduler.chunk = min(2 * self._scheduler.chunk, self._settings.chunk)
+            log.info("pressure: prompts take %d rows of a step again", self._scheduler.chunk)
+        if (
+            self._scheduler.most_running < self._settings.parallel
+            and self._calm_steps >= CALM_STEPS
+        ):
+            self._calm_steps = 0
+            self._scheduler.most_running += 1
+            log.info("pressure: %d sequences run again", self._scheduler.most_running)
         for turn in turns:
             if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
@@ -470,6 +486,34 @@ class Engine:
             raise DeviceError(lost) from error
         self._pipeline.repair()
         self._recover()
+
+    def _relieve(self, turns: list[Turn], error: Exception) -> bool:
+        """Let a step that lacked memory be tried again with fewer rows; False: it has the fewest.
+
+        Its sequences begin again after what the prefix cache has of them. First prompts take half
+        as many rows, then the newest sequences wait for the others.
+        """
+        rows, before = sum(turn.rows for turn in turns), self._scheduler.chunk
+        smaller = before > LEAST_CHUNK and rows > LEAST_CHUNK and not self._settings.exact_batch
+        if not smaller and len(turns) == 1:
+            return False
+        if self._pipeline.lost() or self._pipeline.restarter is not None:
+            return False
+        self._read_all()
+        self._pipeline.repair()
+        self._calm_steps = 0
+        if smaller:
+            self._scheduler.chunk = max(LEAST_CHUNK, before // 2)
+        else:
+            self._scheduler.most_running = len(turns) - 1
+        self._scheduler.step_back(turns)
+        log.warning(
+            "pressure: a step of %d rows of %d sequences lacked memory and is tried again; prompts "
+            "take %d rows of a step, not %d, and at most %d sequences run: %s",
+            *(rows, len(turns), self._scheduler.chunk, before, self._scheduler.most_running),
+            error,
+        )
+        return True
 
     def _recover(self) -> None:
         """Start what the pipeline has lost again; requests that were running end with an error.
@@ -599,6 +643,10 @@ def _end_of(sequence: Sequence, reason: FinishReason, error: str) -> TokenEvent:
         generated_tokens=sequence.generated,
         timings=sequence.timings(),
     )
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def _named(error: BaseException) -> str:

@@ -1,12 +1,17 @@
 """PrefixCache: which prefixes of earlier requests are kept, on the devices and in host memory."""
 
 import heapq
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from headroom.engine.pages import PagePool
+
+log = logging.getLogger(__name__)
+
+TELL_S = 10.0  # pages that are given up are logged together, at most once in so long
 
 Tokens = tuple[int, ...]
 Used = tuple[float, int]  # when something was last used: by time.monotonic(), and in which order
@@ -131,6 +136,7 @@ class PrefixCache:
         self._host_heap: list[tuple[Used, int, _Page]] = []
         self.evicted_pages = 0
         self.demoted_pages = 0  # moved to host memory
+        self._told_at, self._told = -TELL_S, (0, 0)
         self.evicted_snapshots = 0
         pool.evict = self._evict_pages
 
@@ -360,7 +366,22 @@ class PrefixCache:
             elif (oldest := self._oldest_tail()) is not None:  # pages after full ones are left
                 self._demote_tail(oldest)
             else:
-                return
+                break
+        self._tell_pressure(wanted)
+
+    def _tell_pressure(self, wanted: int) -> None:
+        """Log what was given up since the last time."""
+        now = time.monotonic()
+        if now - self._told_at < TELL_S:
+            return
+        done = self.evicted_pages, self.demoted_pages
+        log.info(
+            "pressure: %d more pages needed: prefixes gave up %d and moved %d to host memory "
+            "(%d of %d used there); %d of %d pages are free now",
+            *(wanted, done[0] - self._told[0], done[1] - self._told[1]),
+            *(self._host.used, self._host.total, self._pool.free, self._pool.total),
+        )
+        self._told_at, self._told = now, done
 
     def _demote(self, node: "_Page") -> None:
         """Move a page to host memory, after the pages that follow it; forget it without room."""
@@ -488,11 +509,28 @@ class PrefixCache:
         return min(unused, key=lambda snapshot: snapshot.used, default=None)
 
     def _least_wanted(self) -> Snapshot | None:
-        """Return the snapshot to give up: the oldest, or the oldest passing one of too many."""
+        """Return the snapshot to give up: the oldest, or the oldest inner one of too many.
+
+        Inner ones are those on the way through a prompt, and those that a longer one follows: most
+        turns of a chat begin after its last answer, and a long chat must not push out all others.
+        """
         free = [snapshot for snapshot in self._snapshots if not snapshot.holds]
-        passing = [snapshot for snapshot in free if snapshot.passing]
-        those = passing if 2 * len(passing) > len(free) else free
+        followed = self._followed()
+        inner = [x for x in free if x.passing or id(x) in followed]
+        those = inner if 2 * len(inner) > len(free) else free
         return min(those, key=lambda snapshot: snapshot.used, default=None)
+
+    def _followed(self) -> set[int]:
+        """Return the identities of the snapshots whose prefix is the beginning of another's."""
+        found = set()
+        for snapshot in self._snapshots:
+            after = snapshot.tail  # the tokens that follow each page
+            for node in _upwards(snapshot.node):
+                for tail, other in node.snapshots.items():
+                    if other is not snapshot and after[: len(tail)] == tail:
+                        found.add(id(other))
+                after = node.tokens
+        return found
 
 
 def _below(root: "_Page") -> "Iterator[_Page]":

@@ -239,7 +239,8 @@ def open_prefix_files(
         for device in plan.devices
         for x in (device.settings,)
     ]
-    told = repr((__version__, identity, stages, caches.layout)).encode()
+    chunk = settings.chunk if settings.exact_batch else 0  # its steps begin at fixed tokens
+    told = repr((__version__, identity, stages, caches.layout, chunk)).encode()
     folder = PrefixFolder(
         Path(options.cache_dir).expanduser(),
         hashlib.blake2b(told, digest_size=16).hexdigest(),

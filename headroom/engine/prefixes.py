@@ -69,6 +69,8 @@ class Prefixes:
     ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
         self._needs_snapshots = mover.needs_snapshots
+        # Prefixes end at cuts of prompts, where steps begin whatever is cached.
+        self._exact = settings.exact_batch
         self.works = settings.prefix_cache and (settings.snapshots > 0 or not self._needs_snapshots)
         slots = settings.snapshots if self._needs_snapshots else None
         self._pool = pool
@@ -115,7 +117,7 @@ class Prefixes:
             sequence.stops = self._stops(sequence)
             last = (sequence.cached, *sequence.stops)[-1]
             length = len(sequence.request.prompt)
-            sequence.keeps_logits = length - last >= self._page_size
+            sequence.keeps_logits = not self._exact and length - last >= self._page_size
 
     def waits(self, sequence: Sequence, running: SequenceOf[Sequence]) -> bool:
         """Whether a sequence had better start later: its prefix is being read, or computed.
@@ -167,7 +169,16 @@ class Prefixes:
         self._release(sequence)
 
     def rows(self, sequence: Sequence, rows: int) -> int:
-        """Return how many of a prompt's next `rows` tokens a step takes: up to the next cut."""
+        """Return how many of a prompt's next `rows` tokens a step takes: up to the next cut.
+
+        Where steps must not depend on what is cached, tokens after the prompt, which a preempted
+        answer has, are computed one by one, as they were before.
+        """
+        if self._exact and sequence.cached >= len(sequence.request.prompt):
+            return min(rows, 1)
+        if self._exact:
+            cuts = (*self._cuts(sequence), len(sequence.request.prompt))
+            return min(rows, next(x for x in cuts if x > sequence.cached) - sequence.cached)
         if not self._takes_snapshots(sequence):
             return rows
         cut = next((x for x in self._cuts(sequence) if x > sequence.cached), len(sequence.tokens))
@@ -178,7 +189,7 @@ class Prefixes:
         if not self._takes_snapshots(sequence):
             return
         position, prompt = sequence.cached, len(sequence.request.prompt)
-        if position == prompt:
+        if position == prompt and not self._exact:
             self._save(sequence, passing=False)
         elif position in sequence.stops:
             self._save(sequence, passing=True)
@@ -215,11 +226,11 @@ class Prefixes:
             sequence.saved.clear()
             return
         known = min(sequence.cached, len(sequence.tokens) - sequence.unread)
-        if known == sequence.cached and self._takes_snapshots(sequence):
+        if known == sequence.cached and self._takes_snapshots(sequence) and not self._exact:
             self._save(sequence, passing=False)
         self._keep(sequence, known)
         if self._disk is not None:
-            self._disk.store(key, sequence.tokens[:known])
+            self._disk.store(key, sequence.tokens[: self._keepable(sequence, known)])
 
     @property
     def reads_files(self) -> bool:
@@ -264,6 +275,9 @@ class Prefixes:
         key, tokens = sequence.request.cache_key, sequence.tokens
         known = len(tokens) - sequence.unread
         found = self._cache.find(key, tokens[:known], min(known, len(tokens) - 1))
+        if found is not None and (end := self._keepable(sequence, found.tokens)) < found.tokens:
+            self._cache.release(found)
+            found = self._cache.find(key, tokens[:end], end)
         if found is not None:
             self._pool.share(found.pages)
             sequence.prefix, sequence.pages = found, list(found.pages)
@@ -283,8 +297,17 @@ class Prefixes:
             return 0
         shared = common_length(tokens, prompt, most)
         if not self._needs_snapshots:
-            return shared // self._page_size * self._page_size
-        return max((end for end in (*other.stops, len(prompt)) if end <= shared), default=0)
+            return self._keepable(other, shared // self._page_size * self._page_size)
+        ends = other.stops if self._exact else (*other.stops, len(prompt))
+        return max((end for end in ends if end <= shared), default=0)
+
+    def _keepable(self, sequence: Sequence, end: int) -> int:
+        """Return how many of a sequence's first `end` tokens a later request may begin after."""
+        if not self._exact:
+            return end
+        size = 1 if self._needs_snapshots else self._page_size
+        cuts = (cut for cut in self._cuts(sequence) if cut <= end and cut % size == 0)
+        return max(cuts, default=0)
 
     def _count(self, sequence: Sequence) -> None:
         if sequence.cached:
@@ -321,7 +344,7 @@ class Prefixes:
         key = sequence.request.cache_key
         assert key is not None
         tokens, pages = sequence.tokens, sequence.pages
-        self._cache.keep(key, tokens[:end], pages)
+        self._cache.keep(key, tokens[: self._keepable(sequence, end)], pages)
         for saved in sequence.saved:
             self._cache.keep_snapshot(
                 key,
@@ -346,7 +369,11 @@ class Prefixes:
     def _cuts(self, sequence: Sequence) -> tuple[int, ...]:
         if sequence.cuts is None:
             request = sequence.request
-            sequence.cuts = tuple(prompt_cuts(request.prompt, self._chunk, request.stop_ids))
+            # Without snapshots a prefix ends with a full page, and so should a step.
+            whole = self._needs_snapshots or self._chunk < self._page_size
+            chunk = self._chunk if whole else self._chunk // self._page_size * self._page_size
+            ends = request.stop_ids if self._needs_snapshots else frozenset[int]()
+            sequence.cuts = tuple(prompt_cuts(request.prompt, chunk, ends))
         return sequence.cuts
 
 

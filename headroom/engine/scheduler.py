@@ -1,11 +1,15 @@
 """Scheduler: which sequences run in the next step, with how many tokens, and which wait."""
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
 from headroom.engine.pages import PagePool
 from headroom.engine.prefixes import Prefixes
 from headroom.engine.sequence import Sequence
+from headroom.kernels.cuda.sizes import DECODE_ROWS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +19,7 @@ class Limits:
     parallel: int  # sequences that run together
     chunk: int  # prompt tokens in one step
     page_size: int  # tokens in a page
+    exact: bool = False  # what a step rounds must not depend on who shares it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +44,9 @@ class Scheduler:
         # of `waiting`.
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.most_running = limits.parallel  # sequences now: fewer while memory is short
+        self.chunk = limits.chunk  # prompt tokens of a step now: fewer while memory is short
+        self._decoded: list[Sequence] = []  # the sequences of the last step, if they decoded
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -65,8 +73,10 @@ class Scheduler:
         A sequence that waits for results is left out. A step has at most one of `parts` equal parts
         of the sequences that decode, so that several steps can be under way.
         """
+        if self._limits.exact:
+            return self._exact_turns(parts)
         turns = []
-        prompt_rows = self._limits.chunk
+        prompt_rows = self.chunk
         decode_rows = -(-self.decoding // parts)
         for sequence in list(self.running):
             if sequence.ending or sequence.awaited or sequence not in self.running:
@@ -84,9 +94,46 @@ class Scheduler:
             prompt_rows -= admitted.rows
         return turns
 
+    def _exact_turns(self, parts: int) -> list[Turn]:
+        """Choose a step of one prompt's rows, or of rows that decode, by turns if there are both.
+
+        A GPU rounds the rows of a prompt alike in every step that has the same rows, and a row that
+        decodes alike in every step of the decode path. So a sequence's rows are rounded as if it
+        were alone.
+        """
+        ready = [x for x in self.running if not (x.ending or x.awaited)]
+        prompts = [sequence for sequence in ready if sequence.pending > 1]
+        decoding = [sequence for sequence in ready if sequence.pending == 1]
+        turns: list[Turn] = []
+        if self._decoded or not decoding:
+            turns = self._prompt_turn(prompts)
+        if not turns and decoding:
+            turns = self._decode_turns(decoding, parts)
+        self._decoded = [turn.sequence for turn in turns if turn.sequence in decoding]
+        return turns
+
+    def _prompt_turn(self, prompts: list[Sequence]) -> list[Turn]:
+        """Choose the next rows of one prompt; a waiting one starts if none is running."""
+        for sequence in prompts:
+            rows = self._prompt_rows(sequence, self._limits.chunk)
+            if sequence in self.running and self._give_pages(sequence, rows):
+                return [Turn(sequence, rows)]
+        admitted = self._admit(self._limits.chunk)
+        return [] if admitted is None else [admitted]
+
+    def _decode_turns(self, decoding: list[Sequence], parts: int) -> list[Turn]:
+        """Choose rows that decode, those first that were not in the last step."""
+        most = min(DECODE_ROWS, -(-len(decoding) // parts))
+        chosen = sorted(decoding, key=lambda sequence: sequence in self._decoded)[:most]
+        turns = []
+        for sequence in [x for x in decoding if x in chosen]:  # the newest last: it is preempted
+            if sequence in self.running and self._give_pages(sequence, 1):
+                turns.append(Turn(sequence, 1))
+        return turns
+
     def _admit(self, prompt_rows: int) -> Turn | None:
         """Start the first waiting sequence if a state slot and enough pages are free."""
-        if not self.waiting or len(self.running) >= self._limits.parallel:
+        if not self.waiting or len(self.running) >= self.most_running:
             return None
         sequence = self._first_ready()
         if sequence is None:
@@ -140,6 +187,12 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back to the front of the queue; it will be computed again."""
+        log.info(
+            "pressure: request %s is preempted after %d tokens, which gives back %d pages; "
+            "%d of %d pages are free",
+            *(sequence.request.id, sequence.cached, len(sequence.pages)),
+            *(self._pool.free, self._pool.total),
+        )
         self._stop(sequence, keep=True)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
@@ -154,6 +207,19 @@ class Scheduler:
         sequence.pages = []
         sequence.cached = 0
         sequence.prefix, sequence.starting = None, False
+
+    def step_back(self, turns: list[Turn]) -> None:
+        """Put the sequences of a step that failed back to the front of the queue, in their order.
+
+        What earlier steps have computed may become a prefix, but not the states of the sequences,
+        which the step may have changed in some layers.
+        """
+        for turn in reversed(turns):
+            if turn.sequence in self.running:
+                turn.sequence.last_saved = turn.sequence.cached  # so that no snapshot is taken
+                self._stop(turn.sequence, keep=True)
+                self.waiting.appendleft(turn.sequence)
+                self.preemptions += 1
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._limits.page_size)

@@ -179,6 +179,7 @@ class PlanProblem:
             cold=options.cold,
             pin_experts=not options.no_pin,
             keep_host_copy=options.keep_host_copy,
+            exact_batch=options.exact_batch,
             prefix_cache=not options.no_prefix_cache,
         )
         stages = []

@@ -38,6 +38,7 @@ class PlanSettings:
     # How slots of a GPU change hands within steps: "auto" or one of experts.cache.POLICIES. All but
     # "static" need copies of hot experts.
     expert_policy: str = "static"
+    exact_batch: bool = False  # a step's rounding does not depend on who shares it
     prefix_cache: bool = True  # keep the prefixes of requests for later ones
     snapshots: int = 0  # of recurrent states and windows, in host memory
     host_pages: int = 0  # of kept prefixes, in host memory, for pages that leave the devices

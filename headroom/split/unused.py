@@ -46,6 +46,12 @@ def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:
                     what,
                     devices[0].name,
                 )
+    if options.exact_batch and all(device.kind == "cpu" for device in devices):
+        log.warning(
+            "plan: without effect on answers %s: --exact-batch; on a CPU, a row's products never "
+            "depend on other rows",
+            where,
+        )
     names: tuple[str, ...] = COLD_OPTIONS
     level = logging.INFO
     if all(device.kind == "cpu" for device in devices):

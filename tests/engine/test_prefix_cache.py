@@ -143,6 +143,21 @@ def test_the_oldest_snapshot_makes_room_and_passing_ones_take_half_at_most() -> 
     assert cache.evicted_snapshots == 2
 
 
+def test_a_long_chat_does_not_push_out_the_end_of_another() -> None:
+    cache = PrefixCache(pool := PagePool(40), SIZE, 5)
+    snap(pool, cache, [9, 9, 9, 9, 9])  # the oldest
+    for length in (5, 9, 10, 14, 18, 22):  # six turns of one chat
+        snap(pool, cache, range(length))
+    assert cache.snapshots == 5
+    for tokens in ([9, 9, 9, 9, 9, 1], [*range(22), 1], [*range(18), 1]):
+        found = cache.find("", tokens, len(tokens) - 1)
+        assert found is not None
+        assert found.tokens == len(tokens) - 1
+        cache.release(found)
+    found = cache.find("", [*range(9), 99], 9)
+    assert found is None
+
+
 def test_a_page_that_is_given_up_takes_its_snapshots_along() -> None:
     cache = PrefixCache(pool := PagePool(2), SIZE, 2)
     snap(pool, cache, range(6))

@@ -1,7 +1,9 @@
 """Prefixes: an answer after a known prefix has the tokens of one that computed its whole prompt."""
 
 import functools
+import logging
 import queue
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -178,6 +180,25 @@ def test_a_warm_answer_is_the_cold_one(asker: Asker, way: str) -> None:
     check_conversation(asker, way)
 
 
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+@pytest.mark.parametrize(
+    "asker", [{"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"}], indirect=True
+)
+def test_what_leaves_the_devices_is_logged_with_numbers(
+    asker: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    asker.ask(PROMPT)
+    push_out(asker)
+    told = re.search(
+        r"pressure: (\d+) more pages needed: prefixes gave up 0 and moved (\d+) to host memory "
+        r"\(\d+ of \d+ used there\); \d of 8 pages are free now",
+        caplog.text,
+    )
+    assert told is not None
+    assert int(told[1]) == int(told[2]) > 0
+
+
 def push_out(asker: Asker) -> None:
     """Take all pages of the devices once, so that whatever was kept has to leave them."""
     asker.ask(words(f"room {asker.count}", 500), key=None, max_tokens=6)
@@ -320,13 +341,20 @@ def test_prompt_logprobs_need_every_row_of_the_prompt(asker: Asker) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
 @pytest.mark.parametrize("asker", [{"cache_tokens": 256, "context": 256}], indirect=True)
-def test_a_preempted_answer_goes_on_where_it_was(asker: Asker) -> None:
+def test_a_preempted_answer_goes_on_where_it_was(
+    asker: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     ways = [words(i, 100) for i in range(2)]
     alone = [asker.ask(one, key=None, max_tokens=60) for one in ways]
     heard = [asker.submit(one, max_tokens=60) for one in ways]
     together = [Heard(one) for one in heard]
     assert asker.engine.stats().preemptions > 0
     assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert re.search(
+        r"pressure: request \S+ is preempted after \d+ tokens, .* \d pages; \d of 4 pages are free",
+        caplog.text,
+    )
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
