@@ -123,7 +123,7 @@ class Scheduler:
 
     def _decode_turns(self, decoding: list[Sequence], parts: int) -> list[Turn]:
         """Choose rows that decode, those first that were not in the last step."""
-        most = min(DECODE_ROWS, -(-len(decoding) // parts))
+        most = min(DECODE_ROWS, -(-self.decoding // parts))
         chosen = sorted(decoding, key=lambda sequence: sequence in self._decoded)[:most]
         turns = []
         for sequence in [x for x in decoding if x in chosen]:  # the newest last: it is preempted
