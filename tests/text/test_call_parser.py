@@ -304,6 +304,12 @@ def test_the_name_comes_first_and_arguments_come_as_they_are_written() -> None:
     assert written == ['{"text": "', 'a \\"quote\\"', "\\nb"]
 
 
+def test_a_key_without_a_value_ends_a_call_of_gemma_s() -> None:
+    result = read_in_all_ways(GEMMA, "<|tool_call>call:write{text:}<tool_call|>")
+    assert result.calls == [("write", '{"text": ')]
+    assert result.text == "}<tool_call|>"
+
+
 def test_text_after_a_broken_call_comes_with_the_next_piece() -> None:
     parser = AnswerParser(tools=TOOLS, format=TAGS)
     parts = parser.push('<tool_call>{"name": "write", "arguments": {"text": 1 oh <')

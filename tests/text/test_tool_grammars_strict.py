@@ -207,6 +207,7 @@ def test_many_random_schemas_are_matched(model: str) -> None:
     check_random(model, 600)
 
 
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ONE_OF_THREE = {
     "oneOf": [
         {"type": "string", "maxLength": 3},
@@ -234,6 +235,7 @@ ONE_OF_THREE = {
         (MIXED["strings"], ["ab", ["ab", "c"]], ["abcde", ["a", "b", "c"], ["abc"]]),
         (OTHERS["list"], [["a"], ["a", "bab"]], [[], ["c"], ["a"] * 4]),
         (ONE_OF_THREE, ["ab", {"a": 1}, [2]], ["abcd", {"b": 1}, {}, [1, 2], ["a"]]),
+        (OPEN, [{"a": 1}, {}], [{"a": "x"}]),
     ],
 )  # fmt: skip
 def test_calls_of_the_template_are_taken_if_they_match(
@@ -297,6 +299,14 @@ def test_what_no_grammar_can_hold_is_refused_with_its_path(
         lenient = replace(tool, strict=False)
         if "$ref" not in schema:
             assert tool_grammar(Walker(model).form, [lenient], ToolChoice(mode="required"))
+
+
+@pytest.mark.parametrize("model", sorted({*NATIVE_MODELS} - {*PLAIN_MODELS}))
+def test_a_strict_tool_whose_calls_are_json_is_held_to_its_whole_schema(model: str) -> None:
+    tool = strict(a={"type": "array", "uniqueItems": True})
+    with pytest.raises(RequestError, match="uniqueItems"):
+        tool_grammar(Walker(model).form, [tool], ONCE)
+    assert tool_grammar(Walker(model).form, [replace(tool, strict=False)], ONCE)
 
 
 @pytest.mark.parametrize("model", PLAIN_MODELS)
