@@ -41,6 +41,7 @@ from headroom.plan.plan import Plan
 from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
 from headroom.progress import LoadProgress, ignore_progress
+from headroom.spec.drafter import Drafter, check_draft, check_draft_devices, open_drafter
 from headroom.split.choice import NOTHING_LOADED, make_run_plan, make_worker_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
@@ -90,6 +91,7 @@ def open_engine(
     memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside other loaded models
     tap: RouterTap | None = None,  # records or replaces the picks of all routers
     features: FeatureRequest | None = None,  # layers whose output rows are kept of every step
+    drafter: Drafter | None = None,  # guesses tokens in place of the one that --draft names
 ) -> "OpenedModel":
     """Plan and load a described checkpoint, and return it with an engine that takes requests."""
     started = time.perf_counter()
@@ -99,6 +101,7 @@ def open_engine(
             hint="Leave out --workers (or HEADROOM_WORKERS).",
             param="workers",
         )
+    check_draft(options)
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
@@ -110,6 +113,7 @@ def open_engine(
             plan = make_run_plan(model.shape, options, memory_left, features=features)
         else:
             plan = make_worker_plan(model.shape, workers.devices, options, features)
+        check_draft_devices(options, plan)
         _log_plan(plan)
         placement = find_placement(  # which routed experts are hot
             model.shape, plan, options, model.checkpoint.identity, records.file.counts
@@ -123,7 +127,8 @@ def open_engine(
             pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
         upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
         files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
-        engine = Engine(pipeline, plan.settings, options.queue, upkeep, files)
+        drafter = drafter or open_drafter(options)  # guesses tokens ahead
+        engine = Engine(pipeline, plan.settings, options.queue, upkeep, files, drafter)
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
 
 
@@ -210,6 +215,7 @@ class LLM:
         progress: LoadProgress = ignore_progress,
         memory_left: Mapping[str, int] = NOTHING_LOADED,  # bytes by device, beside loaded models
         tap: RouterTap | None = None,  # records or replaces the picks of all routers
+        drafter: Drafter | None = None,  # guesses tokens in place of the one that --draft names
         **settings: object,
     ) -> None:
         if options is None:
@@ -233,7 +239,9 @@ class LLM:
                 self.template, self.tokenizer, self.tool_format, self.reasoning, self.tool_memory
             )
         described = describe(checkpoint)  # headers only; no weight is read
-        opened = open_engine(described, options, progress, memory_left=memory_left, tap=tap)
+        opened = open_engine(
+            described, options, progress, memory_left=memory_left, tap=tap, drafter=drafter
+        )
         self.engine, self.plan = opened.engine, opened.plan
         self.context = self.plan.settings.context
         self.vocab_size = self.engine.vocab

@@ -19,6 +19,9 @@ COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
+DRAFTERS = ("ngram",)  # values of --draft that need no model
+NGRAM_GUESSES = 8  # usual ones, found in the text
+MOST_GUESSES = 31  # besides the row of the last token, a step's guesses fill 32 rows
 OFF = "off"  # a value that some settings take instead of a path or a number
 BOOLEANS = {
     "1": True, "true": True, "yes": True, "on": True,
@@ -190,8 +193,18 @@ class Options:
     )
     cache_bytes: str = option("16GiB", "maximum bytes of the files in --cache-dir")
     placement: str | None = option(None, "file that says which experts are hot")
+    draft: str | None = option(
+        None,
+        "what guesses tokens ahead: ngram looks in the prompt and the answer, none generates one "
+        "token at a time; a plan also takes a draft model (default: none)",
+    )
+    draft_tokens: int | None = option(
+        None,
+        "tokens that are guessed for a conversation at a time, at most (default: 8 by ngram)",
+        minimum=1,
+        maximum=MOST_GUESSES,
+    )
     ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
-    draft: str | None = option(None, "draft model for speculative decoding", group="plan")
     feature_dtype: str = option(
         "f32",
         "type of the hidden states kept for a draft model",
@@ -287,6 +300,22 @@ class Options:
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether tokens are guessed ahead."""
+        return self.draft not in (None, "", "none")
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that guesses tokens; None: no model does."""
+        return None if self.draft in (*DRAFTERS, "", "none") else self.draft
+
+    @property
+    def most_guesses(self) -> int:
+        """Tokens that are guessed for a conversation at a time; 0: none are."""
+        usual = NGRAM_GUESSES if self.draft_model is None else MOST_GUESSES
+        return (self.draft_tokens or usual) if self.drafts else 0
 
     @property
     def home_path(self) -> Path:

@@ -249,11 +249,11 @@ def find_plan_source(options: Options) -> PlanSource:
 
 def with_draft(shape: ModelShape, options: Options) -> list[ModelShape]:
     """Return the shapes of the model and of its draft, if one is named."""
-    if not options.draft:
+    if options.draft_model is None:
         return [shape]
     from headroom.plan.sources import draft_shape  # imports numpy, too
 
-    return [shape, draft_shape(options.draft, shape, options.home_path)]
+    return [shape, draft_shape(options.draft_model, shape, options.home_path)]
 
 
 def with_expert_files(made: Plan, source: PlanSource, options: Options) -> Plan:

@@ -17,18 +17,24 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
     spans: list[Span] = []
     outputs: list[int] = []
     for turn in turns:
-        sequence, start, rows = turn.sequence, turn.sequence.cached, turn.rows
+        sequence, start, rows = turn.sequence, turn.sequence.cached, turn.all_rows
         pages, first_row = sequence.page_table(), len(tokens)
-        if rows == 1:  # the usual turn, in which plain numbers are faster than arrays
+        tree = None
+        if turn.draft:
+            tree = turn.draft.mask()
+            tokens += (sequence.tokens[start], *turn.draft.tokens)
+            positions += (start + depth for depth in turn.draft.depths())
+            kv_slots += _kv_slots(pages, start, rows, page_size)
+        elif rows == 1:  # the usual turn, in which plain numbers are faster than arrays
             tokens.append(sequence.tokens[start])
             positions.append(start)
             kv_slots.append(sequence.pages[start // page_size] * page_size + start % page_size)
         else:
-            place = np.arange(start, start + rows)
             tokens += sequence.tokens[start : start + rows]
             positions += range(start, start + rows)
-            kv_slots += (pages.numpy()[place // page_size] * page_size + place % page_size).tolist()
-        spans.append(Span(first_row, rows, start, pages, sequence.state_slot))
+            kv_slots += _kv_slots(pages, start, rows, page_size)
+        guessed = len(turn.draft) > 0
+        spans.append(Span(first_row, rows, start, pages, sequence.state_slot, tree, guessed))
         outputs += output_rows(turn, first_row)
     return Batch(
         tokens=torch.tensor(tokens),
@@ -39,9 +45,18 @@ def make_batch(turns: SequenceOf[Turn], page_size: int) -> Batch:
     )
 
 
+def _kv_slots(pages: torch.Tensor, start: int, rows: int, page_size: int) -> list[int]:
+    """Return where the keys and values of a sequence's next rows are cached."""
+    place = np.arange(start, start + rows)
+    found: list[int] = (pages.numpy()[place // page_size] * page_size + place % page_size).tolist()
+    return found
+
+
 def output_rows(turn: Turn, first_row: int) -> range:
     """Return the rows of a turn whose output is needed: for prompt logprobs, a draw or a vector."""
-    sequence, last = turn.sequence, first_row + turn.rows
+    sequence, last = turn.sequence, first_row + turn.all_rows
+    if turn.draft:
+        return range(first_row, last)
     every_row = wants_prompt_logprobs(turn) or sequence.request.pooling == "mean"
     if every_row:
         return range(first_row, last)

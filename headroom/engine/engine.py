@@ -6,13 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from headroom.engine.batching import make_batch
+from headroom.engine.drafting import Drafting
 from headroom.engine.masks import MaskPool
 from headroom.engine.outputs import (
     LaunchedStep,
@@ -38,7 +40,9 @@ from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, HeadroomError, ModelError, RequestError
 from headroom.layers.draws import TokenMask
+from headroom.layers.guesses import Accepted
 from headroom.plan.settings import PlanSettings
+from headroom.spec.drafter import Drafter
 from headroom.split.pipeline import Pipeline
 from headroom.split.stage_times import times_between
 from headroom.split.upkeep import ExpertUpkeep, ExpertView
@@ -64,6 +68,7 @@ class Engine:
         queue: int,
         upkeep: ExpertUpkeep | None = None,
         prefix_files: PrefixFiles | None = None,  # None: prefixes are kept in memory alone
+        drafter: Drafter | None = None,  # None: tokens are generated one at a time
     ) -> None:
         self._pipeline = pipeline
         # Upkeep of experts between steps. Only the engine's thread may call it while requests run.
@@ -80,6 +85,8 @@ class Engine:
         )
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
+        assert drafter is None or pipeline.verifies_guesses
+        self._drafting = Drafting(drafter, settings)
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
         self._calm_steps = 0  # since memory was short
@@ -104,6 +111,7 @@ class Engine:
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestError for a request that this engine could never run."""
         check_request(request, self._settings.context, self.vocab)
+        self._drafting.check(request)
 
     def submit(self, request: GenerationRequest, on_event: Callable[[TokenEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread and must not block.
@@ -317,7 +325,7 @@ class Engine:
         for turn in turns:
             if not turn.rows:
                 self._draw_first(turn.sequence)
-        turns = [turn for turn in turns if turn.rows]
+        turns = self._drafting.add_guesses([turn for turn in turns if turn.rows], self._scheduler)
         launched = self._launch(turns, ahead=parts == 1) if turns else None
         if launched is None:
             if self._unread:
@@ -355,7 +363,7 @@ class Engine:
             outputs = list_outputs(turns)
             batch = make_batch(turns, self._settings.page_size)
             result = self._pipeline.step(batch, list_draws(outputs))
-            step = LaunchedStep(turns, outputs, result, ahead=ahead)
+            step = LaunchedStep(turns, outputs, result, ahead=ahead, spans=batch.spans)
         except Exception as error:
             if not (_lacks_memory(error) and self._relieve(turns, error)):
                 self._fail(turns, error)
@@ -448,7 +456,10 @@ class Engine:
         step.end_await()
         try:
             self._pool_rows(step)
-            for read in read_outputs(step, self._settings.parallel):
+            if step.has_guesses:
+                self._read_guesses(step)
+                return
+            for read in read_outputs(step, self._settings.logits_rows):
                 self._read_row(read)
         except Exception as error:
             self._fail(step.turns, error)
@@ -546,15 +557,74 @@ class Engine:
             if live and output.draws:
                 self._add_token(output, *output.choose(token, logits, mask))
         except Exception as error:
-            # An error of our own says all that there is to say: the weights are broken.
-            trace = None if isinstance(error, HeadroomError) else error
-            request_id = output.sequence.request.id
-            log.error("sample: failed for request %s: %s", request_id, error, exc_info=trace)
-            if live:
-                self._finish(output.sequence, "error", _named(error))
+            self._end_after(error, output.sequence, ends=live)
+
+    def _end_after(self, error: Exception, sequence: Sequence, *, ends: bool = True) -> None:
+        """Log that a token could not be drawn, and end the request if it has not ended."""
+        # An error of our own says all that there is to say: the weights are broken.
+        trace = None if isinstance(error, HeadroomError) else error
+        log.error("sample: failed for request %s: %s", sequence.request.id, error, exc_info=trace)
+        if ends:
+            self._finish(sequence, "error", _named(error))
+
+    def _read_guesses(self, step: LaunchedStep) -> None:
+        """Take the tokens of a step with guesses, keep its right rows, then emit the tokens.
+
+        The rows are kept first, because the end of an answer keeps what was computed as a prefix.
+        """
+        reads = list(read_outputs(step, self._settings.logits_rows))
+        paths, accepted, row = [], [], 0
+        for turn, span in zip(step.turns, step.spans, strict=True):
+            own, row = reads[row : row + turn.all_rows], row + turn.all_rows
+            if not self._is_live(turn.sequence):
+                continue
+            path = self._follow(turn, own)
+            paths.append((turn.sequence, path))
+            if turn.draft:
+                turn.sequence.cached += len(path.rows) - 1
+                accepted.append(Accepted(span, tuple(path.rows)))
+        self._pipeline.commit(accepted)
+        for sequence, path in paths:
+            for event in path.events:
+                self._emit(sequence, event)
+            if path.error is not None:
+                self._end_after(path.error, sequence)
+
+    def _follow(self, turn: Turn, reads: SequenceOf[ReadOutput]) -> "_Path":
+        """Draw a token at the last row of a turn's own, and at each guess as long as it is right.
+
+        Each token is drawn as without guesses: from the model's logits after the tokens before it,
+        which are in the sequence by then, by the settings of the request, at its own position.
+        """
+        sequence, path = turn.sequence, _Path([0], [])
+        constraint = sequence.request.constraint
+        sequence.guessed += len(turn.draft)
+        self._counters.guessed_tokens += len(turn.draft)
+        try:
+            while True:
+                row = path.rows[-1]
+                output, _, logits, mask = reads[row]
+                if row and constraint is not None and constraint.may_limit(0):
+                    mask = constraint.mask()
+                event = self._take_token(output, *output.choose(None, logits, mask))
+                path.events.append(event)
+                assert event.token is not None
+                child = turn.draft.child(row, event.token)
+                if child is None or event.finish_reason is not None:
+                    return path
+                path.rows.append(child)
+                sequence.accepted += 1
+                self._counters.accepted_tokens += 1
+        except Exception as error:
+            path.error = error
+            return path
 
     def _add_token(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> None:
         """Add a token to its answer, and emit it."""
+        self._emit(output.sequence, self._take_token(output, token, logprobs))
+
+    def _take_token(self, output: Output, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
+        """Add a token to its answer, and return its event."""
         sequence, request = output.sequence, output.sequence.request
         sequence.learn(output.token_index, token)
         if request.constraint is not None:
@@ -567,19 +637,16 @@ class Engine:
         reason: FinishReason | None = "stop" if stops else None
         if reason is None and output.token_index + 1 >= sequence.limit:
             reason = "length"
-        self._emit(
-            sequence,
-            TokenEvent(
-                request_id=request.id,
-                token=token,
-                logprobs=logprobs,
-                prompt_logprobs=output.prompt_logprobs(),
-                finish_reason=reason,
-                prompt_tokens=len(request.prompt),
-                cached_tokens=sequence.reused or 0,
-                generated_tokens=sequence.generated,
-                timings=sequence.timings(),
-            ),
+        return TokenEvent(
+            request_id=request.id,
+            token=token,
+            logprobs=logprobs,
+            prompt_logprobs=output.prompt_logprobs(),
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            cached_tokens=sequence.reused or 0,
+            generated_tokens=sequence.generated,
+            timings=sequence.timings(),
         )
 
     def _is_live(self, sequence: Sequence) -> bool:
@@ -631,6 +698,15 @@ class Engine:
         except BaseException:  # a reader must not be able to end this thread
             log.exception("emit: the reader of request %s failed", sequence.request.id)
             self.cancel(sequence.request.id)
+
+
+@dataclass(slots=True, eq=False)
+class _Path:
+    """The rows of a turn with guesses whose tokens are in the answer, and the events of tokens."""
+
+    rows: list[int]
+    events: list[TokenEvent]
+    error: Exception | None = None  # ends the request after these tokens
 
 
 def _end_of(sequence: Sequence, reason: FinishReason, error: str) -> TokenEvent:

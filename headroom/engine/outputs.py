@@ -11,6 +11,7 @@ from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as Running
 from headroom.errors import ModelError
 from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.layers.batch import Span
 from headroom.layers.draws import Draw, TokenMask
 from headroom.split.stage import StepResult
 
@@ -26,6 +27,9 @@ class Output:
     pools: bool = False  # its hidden state goes into the vector of the prompt
     constraint: TokenConstraint | None = None  # limits the token; None: any token may be drawn
     keeps_logits: bool = False  # the prefix cache keeps the logits
+    # The row has guesses in its turn, or is one. The host draws its token, since that depends on
+    # which guesses are right.
+    guessed: bool = False
 
     def needs_logits(self, token: int | None) -> bool:
         """Whether the row's logits are needed, besides the token that a device may have drawn."""
@@ -91,6 +95,12 @@ class LaunchedStep:
     # The next step may name tokens of this one that are not read yet. False: sequences with output
     # rows wait until this step is read, and steps of other sequences are launched meanwhile.
     ahead: bool = True
+    spans: tuple[Span, ...] = ()  # of its turns
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether some of its rows are guesses, of which only those that are right stay."""
+        return any(turn.draft for turn in self.turns)
 
     @property
     def may_stay_unread(self) -> bool:
@@ -153,6 +163,9 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
         known = known_after.get(id(logprobs), max(len(logprobs), 1))  # nothing predicts the first
         last = start + turn.rows - 1 if turn.rows == sequence.pending else None
         pools = sequence.pooled is not None
+        if turn.draft:
+            outputs += _guessed_outputs(turn)
+            continue
         for position in output_rows(turn, start):
             draws = position == last and not pools
             limits = sequence.request.constraint if draws else None
@@ -166,6 +179,27 @@ def list_outputs(turns: Sequence[Turn]) -> list[Output]:
     return outputs
 
 
+def _guessed_outputs(turn: Turn) -> list[Output]:
+    """Return the output rows of a turn with guesses: each predicts the token after its own.
+
+    The first row's mask is computed while the step runs, those of guesses when they are right.
+    """
+    sequence, limits = turn.sequence, turn.sequence.request.constraint
+    if limits is not None and not limits.may_limit(0):
+        limits = None
+    return [
+        Output(
+            sequence,
+            sequence.cached + depth,
+            scores_prompt=False,
+            draws=True,
+            constraint=limits if row == 0 else None,
+            guessed=True,
+        )
+        for row, depth in enumerate(turn.draft.depths())
+    ]
+
+
 def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
     """Return how the token of each output row is drawn; None for rows that draw none."""
     return [
@@ -174,7 +208,7 @@ def list_draws(outputs: Sequence[Output]) -> list[Draw | None]:
             output.sequence.tokens,
             limited=output.constraint is not None,
         )
-        if output.draws
+        if output.draws and not output.guessed
         else None
         for output in outputs
     ]

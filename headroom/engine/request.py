@@ -8,6 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from headroom.errors import ContextLengthError, RequestError
+from headroom.options import DRAFTERS
 
 if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not wait for torch
     from headroom.engine.pooling import Vector
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not w
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt's tokens
 MAX_LOGPROBS = 20
+DRAFTS = (*DRAFTERS, "none")  # what a request may choose to guess its tokens
 MAX_SEED = (1 << 63) - 1
 MAX_COUNT = (1 << 31) - 1  # the largest count of tokens and the largest token id
 # Lower temperatures are 0. At this one, a token is e times likelier than another if their logits
@@ -115,6 +117,8 @@ class SamplingParams:
     # The number of likeliest tokens to report with each drawn token; None: no logprobs.
     logprobs: int | None = setting(None, minimum=0, maximum=MAX_LOGPROBS)
     prompt_logprobs: bool = setting(False)  # also report logprobs of the prompt's tokens
+    # What guesses tokens ahead: one of DRAFTS; None: what the engine was started with.
+    draft: str | None = setting(None)
     ignore_eos: bool = setting(False, "do not end the answer where the model ends it")
     # The engine does not look for stop texts: `answers.AnswerReader` does.
     stop: tuple[str, ...] = setting((), "text that ends the answer; may be repeated")
@@ -234,7 +238,7 @@ class TopToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """How long each phase of a request took, in seconds."""
+    """How long each phase of a request took, in seconds, and how many guesses were right."""
 
     queue_s: float  # from submission to its first step
     prefill_s: float  # from its first step to its first token
@@ -244,6 +248,8 @@ class Timings:
     # What the steps of each stage took while the request ran; with the last event, if there are
     # several stages.
     stages: Sequence[Mapping[str, object]] | None = None
+    guessed: int = 0  # tokens that a drafter guessed
+    accepted: int = 0  # guesses that were right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +283,10 @@ def _checked(declared: "Field[Any]", value: object) -> object:
         return _checked_number(declared, value, whole=declared.type is int)
     if declared.type == (int | None):
         return None if value is None else _checked_number(declared, value, whole=True)
+    if declared.name == "draft" and value is not None and value not in DRAFTS:
+        raise RequestError(
+            f"draft is {_shown(value)}; it must be one of {', '.join(DRAFTS)}.", param="draft"
+        )
     return value
 
 

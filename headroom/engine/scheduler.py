@@ -8,6 +8,7 @@ from headroom.engine.pages import PagePool
 from headroom.engine.prefixes import Prefixes
 from headroom.engine.sequence import Sequence
 from headroom.kernels.cuda.sizes import DECODE_ROWS
+from headroom.spec.draft import NO_DRAFT, Draft
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """The share of one sequence in a step: its next `rows` tokens."""
+    """The share of one sequence in a step: its next `rows` tokens, and guesses of what follows."""
 
     sequence: Sequence
     rows: int
+    draft: Draft = NO_DRAFT
+
+    @property
+    def all_rows(self) -> int:
+        """The rows of its own tokens and of the guesses after them."""
+        return self.rows + len(self.draft)
 
 
 class Scheduler:
@@ -130,6 +137,16 @@ class Scheduler:
             if sequence in self.running and self._give_pages(sequence, 1):
                 turns.append(Turn(sequence, 1))
         return turns
+
+    def room_for(self, sequence: Sequence, rows: int) -> int:
+        """Give a running sequence pages for `rows` more tokens, as far as pages are free.
+
+        Return for how many tokens there is room. No sequence is preempted for them.
+        """
+        wanted = self._pages_for(sequence.cached + rows) - len(sequence.pages)
+        if (taken := min(wanted, self._pool.free)) > 0:
+            sequence.pages += self._pool.take(taken)
+        return min(rows, len(sequence.pages) * self._limits.page_size - sequence.cached)
 
     def _admit(self, prompt_rows: int) -> Turn | None:
         """Start the first waiting sequence if a state slot and enough pages are free."""

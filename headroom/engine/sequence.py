@@ -16,6 +16,7 @@ from headroom.engine.request import (
     TokenEvent,
     TokenLogprobs,
 )
+from headroom.spec.drafter import Guesser
 from headroom.split.stage_times import NamedTimes
 from headroom.split.upkeep import ExpertTelemetry
 
@@ -62,6 +63,9 @@ class Sequence:
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float | None = None  # start of its first step
     first_token_at: float | None = None
+    guesser: Guesser | None = None  # guesses its next tokens; None: it has no guesses yet
+    guessed: int = 0  # tokens that were guessed for it
+    accepted: int = 0  # guesses that were right
     experts_before: ExpertTelemetry | None = None  # counters before its first step
     stages_before: NamedTimes | None = None  # times of the stages before its first step
 
@@ -120,6 +124,8 @@ class Sequence:
             queue_s=started - self.submitted_at,
             prefill_s=first - started,
             decode_s=now - first,
+            guessed=self.guessed,
+            accepted=self.accepted,
         )
 
 

@@ -37,6 +37,8 @@ class EngineStats:
     experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
     stages: Sequence[tuple[str, StageTimes]] = ()  # by device; empty if there is one stage
     prefixes: PrefixCounts = NO_PREFIXES
+    guessed_tokens: int = 0  # by a drafter
+    accepted_tokens: int = 0  # guesses that were right
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Counters:
     finished: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
     steps: int = 0
     step_s: float = 0.0
     started_at: float = field(default_factory=time.time)
@@ -73,6 +77,8 @@ class Counters:
             requests_finished=dict(self.finished),
             prompt_tokens=self.prompt_tokens,
             generated_tokens=self.generated_tokens,
+            guessed_tokens=self.guessed_tokens,
+            accepted_tokens=self.accepted_tokens,
             steps=self.steps,
             step_s=self.step_s,
             preemptions=scheduler.preemptions,

@@ -57,7 +57,8 @@ def with_aliases(options: Options) -> Options:
     if not options.model and options.draft is None:  # nothing that an alias could stand for
         return options
     aliases = usable_aliases(options)
-    if options.draft is not None and (alias := find_alias(options.draft, aliases)) is not None:
+    draft = options.draft_model
+    if draft is not None and (alias := find_alias(draft, aliases)) is not None:
         options = replace(options, draft=aliases[alias])
     if (alias := find_alias(options.model, aliases)) is None:
         return options

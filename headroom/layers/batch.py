@@ -24,6 +24,11 @@ class Batch:
     output_rows: torch.Tensor  # int64: rows whose logits are wanted
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def guessed(self) -> bool:
+        """Whether it has rows of which only some may stay."""
+        return any(span.guessed for span in self.spans)
+
     def shared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return a value that several layers of this step use; the first one to ask makes it."""
         if key not in self._shared:

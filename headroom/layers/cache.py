@@ -12,6 +12,7 @@ from headroom.formats.quants import BY_NAME, QuantType
 from headroom.kernels.ops import PagedKv, RecurrentState, Span
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers.batch import Batch
+from headroom.layers.guesses import Accepted
 from headroom.layers.host_memory import HostMemory
 from headroom.plan.settings import PlanSettings
 
@@ -44,6 +45,21 @@ class KvPages:
         key = ("ring", self.ring)
         return batch.shared(key, lambda: _ring_view(batch, self.ring, self.kv.page_size))
 
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Move the keys and values of the accepted rows of trees to the places of their tokens.
+
+        Those of a chain are there already.
+        """
+        for one in accepted:
+            if one.span.tree is None:
+                continue
+            page_size, start, device = self.kv.page_size, one.span.start, self.kv.keys.device
+            pages = _ring_pages(one.span, self.ring, page_size) if self.ring else one.span.pages
+            rows = torch.tensor((one.rows, range(len(one.rows))), device=device) + start
+            here, there = pages[rows // page_size] * page_size + rows % page_size
+            for kv in (self.kv.keys, self.kv.values):
+                kv[there] = kv[here]  # all rows are read before any is written
+
     @property
     def nbytes(self) -> int:
         """The bytes that the pages take."""
@@ -54,12 +70,17 @@ def _ring_view(batch: Batch, ring: int, page_size: int) -> KvView:
     spans, kv_slots = [], []
     for span in batch.spans:
         # Computed on the device that reads them: a copy to a GPU would wait for its kernels.
-        device, end = span.pages.device, span.start + span.rows
-        rows = torch.arange(span.start, end, device=device)
-        pages = torch.arange(-(-end // page_size), device=device) % ring + span.state_slot * ring
+        rows = torch.arange(span.start, span.start + span.rows, device=span.pages.device)
+        pages = _ring_pages(span, ring, page_size)
         kv_slots.append(pages[rows // page_size] * page_size + rows % page_size)
         spans.append(replace(span, pages=pages))
     return KvView(tuple(spans), torch.cat(kv_slots))
+
+
+def _ring_pages(span: Span, ring: int, page_size: int) -> torch.Tensor:
+    """Return the pages of a sequence's tokens, up to the last row of a span, in its ring."""
+    count = -(-(span.start + span.rows) // page_size)
+    return torch.arange(count, device=span.pages.device) % ring + span.state_slot * ring
 
 
 def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) -> KvPages:

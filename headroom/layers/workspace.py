@@ -78,7 +78,7 @@ def open_workspace(
     logits_rows = 0
     if place.ends:
         captured = DECODE_ROWS if settings.kernels == "cuda" else 0
-        logits_rows = max(settings.parallel, captured)
+        logits_rows = max(settings.logits_rows, captured)
     logits = torch.empty(logits_rows, config.vocab, device=device)
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8, device=device)
     staging = (stream, outputs, embedded, *(x for x in (received, handed) if x is not None))

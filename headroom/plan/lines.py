@@ -21,7 +21,6 @@ from headroom.plan.shape import F32_BYTES, NO_PADDING, LayerRange, LayerShape, M
 from headroom.plan.workspace import device_step, workspace_phases
 from headroom.units import GIB, MIB, counted, gib
 
-TREE_NODES = 32  # most tokens that a draft proposes at once
 WORKER_SENDS = 2  # buffers of a worker that sends: one is sent while the next step fills the other
 NOT_ALLOCATED = frozenset({"graphs", "runtime", "reserve"})  # lines the engine does not allocate
 
@@ -132,12 +131,9 @@ def recurrent_bytes(layer: LayerShape, settings: PlanSettings) -> int:
     return settings.parallel * (layer.state_values + layer.conv_values) * F32_BYTES
 
 
-def logits_rows(settings: PlanSettings, request: PlanRequest) -> int:
-    """Return the rows that get logits in one step: one for each sequence and draft tree node.
-
-    A captured step computes logits of all its rows.
-    """
-    rows = settings.parallel * (1 if request.draft is None else 1 + TREE_NODES)
+def logits_rows(settings: PlanSettings) -> int:
+    """Return the rows that get logits at a time; a captured step computes those of all its rows."""
+    rows = settings.logits_rows
     return max(rows, DECODE_ROWS) if settings.kernels == "cuda" else rows
 
 
@@ -182,9 +178,9 @@ def host_page_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int
 
 
 def verify_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
-    """Return the bytes that recurrent layers keep for the nodes of draft trees, in f32."""
+    """Return the bytes that recurrent layers keep of a step with guesses, in f32."""
     values = sum(layer.verify_values for layer in layers)
-    return settings.parallel * TREE_NODES * values * F32_BYTES
+    return settings.verify_rows * values * F32_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,13 +301,14 @@ def stage_lines(
         lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
     if device.holds_all and settings.host_pages:
         lines.append(host_pages_line(host_page_bytes(layers, settings), settings))
-    if request.draft is not None:
-        why = f"{counted(settings.parallel, 'sequence')} x {TREE_NODES} tree nodes, f32"
+    if settings.verify_rows:
+        values = sum(layer.verify_values for layer in layers)
+        why = f"{counted(settings.verify_rows, 'row')} x {values} values of recurrent layers, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if ends:
         head = head_bytes(model, settings)
         lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
-        lines.append(_logits_line(model, device, settings, request))
+        lines.append(_logits_line(model, device, settings))
     if device.kind in ("cuda", "hip"):
         lines.append(_graphs_line(model, layers, device, settings))
     return lines
@@ -329,10 +326,8 @@ def host_pages_line(each: int, settings: PlanSettings) -> Line:
     return Line("host_pages", settings.host_pages * each, why)
 
 
-def _logits_line(
-    model: ModelShape, device: DeviceSpec, settings: PlanSettings, request: PlanRequest
-) -> Line:
-    rows, vocab = logits_rows(settings, request), model.vocab
+def _logits_line(model: ModelShape, device: DeviceSpec, settings: PlanSettings) -> Line:
+    rows, vocab = logits_rows(settings), model.vocab
     size, why = rows * vocab * F32_BYTES, f"{counted(rows, 'row')} x {vocab}, f32"
     if device.kind != "cpu":  # a GPU draws tokens itself, whichever kernels run its layers
         drawing = sampler_bytes(DECODE_ROWS, vocab)

@@ -11,7 +11,7 @@ from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
-from headroom.options import FEATURE_TYPES, Options
+from headroom.options import FEATURE_TYPES, MOST_GUESSES, Options
 from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
@@ -181,6 +181,7 @@ class PlanProblem:
             keep_host_copy=options.keep_host_copy,
             exact_batch=options.exact_batch,
             prefix_cache=not options.no_prefix_cache,
+            draft_tokens=self.draft_tokens,
         )
         stages = []
         for kind in self.kinds:
@@ -223,6 +224,13 @@ class PlanProblem:
         """Return the bytes of a snapshot with its logits; 0 if pages alone are enough."""
         each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
         return each + self.model.vocab * F32_BYTES if each else 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that are guessed for a sequence at a time, by the draft or without a model."""
+        if self.request.draft is not None:
+            return self.options.draft_tokens or MOST_GUESSES
+        return self.options.most_guesses
 
     @property
     def handover_type(self) -> str:

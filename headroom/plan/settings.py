@@ -42,11 +42,28 @@ class PlanSettings:
     prefix_cache: bool = True  # keep the prefixes of requests for later ones
     snapshots: int = 0  # of recurrent states and windows, in host memory
     host_pages: int = 0  # of kept prefixes, in host memory, for pages that leave the devices
+    draft_tokens: int = 0  # most tokens that are guessed for a sequence at a time; 0: none
 
     @property
     def rows(self) -> int:
         """Rows of the largest step: one prompt chunk and one token of every sequence."""
         return self.chunk + self.parallel
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows of the largest step that verifies guesses; 0 without a draft.
+
+        A sequence has a row for its last token and one for each guess. Such a step takes the decode
+        path.
+        """
+        if not self.draft_tokens:
+            return 0
+        return min(DECODE_ROWS, self.parallel * (1 + self.draft_tokens), self.rows)
+
+    @property
+    def logits_rows(self) -> int:
+        """Rows whose logits are computed together: of all sequences, or of all guesses."""
+        return max(self.parallel, self.verify_rows)
 
     @property
     def stream_rows(self) -> int:

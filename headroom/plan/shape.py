@@ -92,7 +92,7 @@ class LayerShape:
     state_values: int = 0  # recurrent state of one sequence
     conv_values: int = 0  # convolution inputs that one sequence keeps
     mixer_width: int = 0  # values of one token inside a recurrent mixer, all held at once
-    verify_values: int = 0  # values kept for each node of a draft tree
+    verify_values: int = 0  # values that a recurrent layer keeps of each row of guesses
     gate_width: int = 0  # gates of one row of attention
     # The query matrix computes the gates, too; else a separate matrix.
     gate_in_queries: bool = False

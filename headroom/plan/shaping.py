@@ -131,7 +131,7 @@ def _layer_shape(
         state_values=inner * dims.state_dim if recurrent else 0,
         conv_values=channels * (dims.conv - 1) if recurrent else 0,
         mixer_width=2 * channels + 2 * inner if recurrent else 0,
-        verify_values=dims.state_key_heads * dims.state_dim + inner if recurrent else 0,
+        verify_values=channels + 2 * layer.state_heads if recurrent else 0,
         gate_width=layer.gate_width,
         gate_in_queries=layer.gate_in_queries,
         keys_are_values=layer.owns_kv and layer.keys_are_values,

@@ -111,9 +111,9 @@ class RangeValuer:
         return experts if budget is None else budget * experts // model.expert_bytes
 
     def _layers_held(self, stage: PlanStage) -> list[int]:
-        settings, draft = stage.settings, self.request.draft
+        settings = stage.settings
         return [
-            layer_bytes(layer, settings) + (verify_bytes([layer], settings) if draft else 0)
+            layer_bytes(layer, settings) + verify_bytes([layer], settings)
             for layer in stage.model.layers
         ]
 

@@ -69,6 +69,8 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
     counters: dict[str, tuple[str, float]] = {
         "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
         "generated_tokens": ("Tokens generated", stats.generated_tokens),
+        "draft_tokens": ("Tokens guessed ahead", stats.guessed_tokens),
+        "draft_tokens_accepted": ("Guesses that were right", stats.accepted_tokens),
         "steps": ("Steps computed", stats.steps),
         "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
         "step_seconds": ("Seconds spent in steps", stats.step_s),

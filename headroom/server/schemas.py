@@ -242,12 +242,14 @@ class GenerationBody(CacheFields, SamplingFields, CheckedBody):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     user: str | None = None
+    draft: str | None = None  # what guesses tokens ahead; SamplingParams checks it
 
     foreign_names = FOREIGN_NAMES
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling settings that the body gives, by name."""
-        given = ((setting.name, getattr(self, setting.name)) for setting in user_settings())
+        names = [*(setting.name for setting in user_settings()), "draft"]
+        given = ((name, getattr(self, name)) for name in names)
         return {name: value for name, value in given if value is not None}
 
     @property

@@ -49,6 +49,7 @@ from headroom.layers.cuda_block import (
 )
 from headroom.layers.delta_net import DeltaNet
 from headroom.layers.features import StageFeatures
+from headroom.layers.guesses import Guesses, Keeper, KeptRows
 from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
 from headroom.layers.native_block import NativeBlock, refuses_native_block
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs, PerLayerPart
@@ -132,6 +133,7 @@ class _StageBuilder:
         self._tap: StageTap | None = None
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
         self._states: list[RecurrentState] = []
+        self._keepers: list[Keeper] = []  # parts that have to know which guesses stay
 
     def build(self, placement: ExpertPlacement | None) -> Model:
         """Load all weights, in the order in which a step uses them."""
@@ -163,6 +165,9 @@ class _StageBuilder:
             cold_experts=self._cold_experts,
             caches=caches,
             features=self._open_features(),
+            guesses=Guesses([*self._keepers, *self._pages.values()])
+            if self._settings.verify_rows
+            else None,
         )
 
     def _open_features(self) -> StageFeatures | None:
@@ -334,7 +339,12 @@ class _StageBuilder:
         """Build the mixer with its cache, or the whole layer if the C++ module runs it."""
         config, get = layer.config, layer.get
         if isinstance(config.mixer, DeltaNetConfig):
-            return DeltaNet(config.mixer, self._eps, get, self._state(config.mixer, get))
+            kept = self._kept_rows(config.mixer, get)
+            state = self._state(config.mixer, get)
+            mixer = DeltaNet(config.mixer, self._eps, get, state, kept)
+            if kept is not None:
+                self._keepers.append(mixer)
+            return mixer
         pages = self._kv_pages(config.mixer, layer)
         if config.plain and refuses_native_block(config.mixer, get, pages) is None:
             return NativeBlock(config.mixer, self._eps, get, pages, self._workspace.scratch)
@@ -390,6 +400,15 @@ class _StageBuilder:
         get.count("recurrent_state", state.nbytes)
         self._states.append(state)
         return state
+
+    def _kept_rows(self, mixer: DeltaNetConfig, get: WeightSource) -> KeptRows | None:
+        """Return memory for the rows of a recurrent layer in steps with guesses, if there are."""
+        if not self._settings.verify_rows:
+            return None
+        rows, device = self._settings.verify_rows, get.case.torch_device
+        kept = KeptRows(rows, mixer.channels, mixer.value_heads, device)
+        get.count("verify_scratch", kept.nbytes)
+        return kept
 
     def _kv_pages(self, mixer: AttentionConfig, layer: _Layer) -> KvPages:
         """Return the layer's own KV pages, or those of the layer whose cache it shares."""

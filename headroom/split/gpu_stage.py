@@ -218,6 +218,10 @@ class GpuStage:
         """Where each expert of this stage is; None if no expert is cold."""
         return self._model.store
 
+    @property
+    def guesses(self) -> None:
+        """None: a GPU's recurrent layers do not leave states as they were yet."""
+
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every kernel that requests need, and capture the usual decode steps.
 

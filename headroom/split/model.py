@@ -16,6 +16,7 @@ from headroom.layers.block import Block
 from headroom.layers.cache import StageCaches
 from headroom.layers.cuda_block import CudaBlock
 from headroom.layers.features import StageFeatures
+from headroom.layers.guesses import Guesses
 from headroom.layers.modules import Embedding, Head
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs
 from headroom.layers.step_timing import begin_step
@@ -53,6 +54,7 @@ class Model:
         cold_experts: ColdExperts | None = None,
         caches: StageCaches | None = None,
         features: StageFeatures | None = None,
+        guesses: Guesses | None = None,
     ) -> None:
         self._embedding = embedding
         self._blocks = self._layers = blocks
@@ -60,6 +62,7 @@ class Model:
         if features is not None:
             first = next_layer - len(blocks)
             self._layers = [features.keeping(first + at, x) for at, x in enumerate(blocks)]
+        self.guesses = guesses  # keeps the accepted rows of guesses; None: steps have no guesses
         self._head = head
         self._workspace = workspace
         self._next_layer = next_layer

@@ -14,10 +14,11 @@ from headroom.experts.exchange import StoreExchanges
 from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join_stores
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.telemetry import ColdMeter
-from headroom.layers.batch import Batch
+from headroom.layers.batch import Batch, Span
 from headroom.layers.cache import CacheFiles
 from headroom.layers.draws import Draw, TokenMask
 from headroom.layers.features import ModelFeatures
+from headroom.layers.guesses import Accepted
 from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
 from headroom.split.model import HandedRows
@@ -136,7 +137,8 @@ class Pipeline:
         # Follow what was measured between steps: shares of the CPU, policies of slots.
         self.keepers = tuple(keepers)
         self.load_times = load_times or LoadTimes()
-        self.refuses_trees = refuses_trees  # why steps cannot verify draft trees; "" if they can
+        # Why recurrent layers run trees only as guesses, one path of which is kept; "": none does.
+        self.refuses_trees = refuses_trees
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -152,6 +154,20 @@ class Pipeline:
     def store(self) -> ModelStore | None:
         """Where each expert is; None if no expert is cold."""
         return join_stores([x.store for x in self._stages if x.store is not None])
+
+    @property
+    def verifies_guesses(self) -> bool:
+        """Whether steps may have guesses, whose accepted rows `commit` keeps."""
+        return all(stage.guesses is not None for stage in self._stages)
+
+    def commit(self, accepted: Sequence[Accepted]) -> None:
+        """Keep the accepted rows of the guessed spans of the last step; drop the others.
+
+        Keys and values of other rows stay where later tokens are cached, and are overwritten.
+        """
+        for stage in self._stages:
+            assert stage.guesses is not None
+            stage.guesses.commit(accepted)
 
     @property
     def on_cpu(self) -> bool:
@@ -271,7 +287,7 @@ class Pipeline:
 
         The result has no token for a row that the stage cannot draw; the caller draws it then.
         """
-        if self.refuses_trees and any(span.tree is not None for span in batch.spans):
+        if self.refuses_trees and any(not self._runs(span) for span in batch.spans):
             raise KernelError(
                 f"This model runs no draft trees: {self.refuses_trees}.",
                 hint="Draft a chain for this model, or run it without a draft.",
@@ -290,6 +306,10 @@ class Pipeline:
         ):
             copy_rows(first.drawn, last.drawn)  # tokens of the step before
         return _run_stages(self._stages, batch, draws)
+
+    def _runs(self, span: Span) -> bool:
+        """Whether recurrent layers can run a span: a tree only if its rows are guesses."""
+        return span.tree is None or (span.guessed and self.verifies_guesses)
 
     def _run_late(self, batch: Batch, draws: Sequence[Draw | None]) -> StepResult:
         """Launch a step on the GPUs that come first; meanwhile run the step before on a CPU."""

@@ -12,6 +12,7 @@ from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.cache import CacheFiles, CacheMover
 from headroom.layers.draws import Draw, TokenMask
+from headroom.layers.guesses import Guesses
 from headroom.split.model import HandedRows, Model
 from headroom.split.stage_times import NamedTimes, StageTimes
 
@@ -102,6 +103,10 @@ class Stage(Protocol):
     @property
     def store(self) -> ExpertStore | None:
         """Where each expert of this stage is; None if no expert is cold."""
+
+    @property
+    def guesses(self) -> Guesses | None:
+        """Keeps the accepted rows of guesses; None: its steps verify no guesses."""
 
     def receive(self, received: HandedRows) -> None:
         """Copy the rows of the stage before; the next step that is given none works on them."""
@@ -219,6 +224,11 @@ class CpuStage:
     def store(self) -> ExpertStore | None:
         """Where each expert of this stage is; None if no expert is cold."""
         return self._model.store
+
+    @property
+    def guesses(self) -> Guesses | None:
+        """Keeps the accepted rows of guesses; None: no guesses were planned for."""
+        return self._model.guesses
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""

@@ -672,6 +672,7 @@ class WorkerChain:
     drawn: torch.Tensor | None = None  # the engine draws all tokens
     store = None
     has_head = True
+    guesses = None  # workers verify none
 
     def __init__(
         self,

@@ -34,11 +34,19 @@ def test_rows_and_pages_follow_from_the_settings() -> None:
 
 
 def test_a_captured_step_has_logits_of_all_its_rows() -> None:
-    request = PlanRequest()
-    assert logits_rows(settings(parallel=4), request) == 4
-    assert logits_rows(settings(parallel=4, kernels="cuda"), request) == DECODE_ROWS
+    assert logits_rows(settings(parallel=4)) == 4
+    assert logits_rows(settings(parallel=4, kernels="cuda")) == DECODE_ROWS
     many = settings(parallel=DECODE_ROWS + 1, kernels="cuda")
-    assert logits_rows(many, request) == DECODE_ROWS + 1
+    assert logits_rows(many) == DECODE_ROWS + 1
+
+
+def test_a_step_with_guesses_has_a_row_for_each_and_at_most_32() -> None:
+    assert settings(parallel=2).verify_rows == 0
+    guessing = settings(parallel=2, draft_tokens=8)
+    assert (guessing.verify_rows, logits_rows(guessing)) == (18, 18)
+    assert settings(parallel=4, draft_tokens=8).verify_rows == DECODE_ROWS
+    assert settings(parallel=2, chunk=3, draft_tokens=8).verify_rows == 5  # of the largest step
+    assert logits_rows(settings(parallel=40, draft_tokens=8)) == 40
 
 
 @pytest.mark.parametrize(

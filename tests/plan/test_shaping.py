@@ -61,7 +61,7 @@ def test_a_recurrent_layer_has_the_state_and_the_convolution_of_its_family() -> 
     assert (layer.state_heads, layer.state_values) == (heads, heads * dim * dim)
     assert layer.conv_values == channels * 3
     assert layer.mixer_width == 2 * channels + 2 * heads * dim
-    assert layer.verify_values == (key_heads + heads) * dim
+    assert layer.verify_values == channels + 2 * heads  # the inputs of a row
 
 
 def test_a_table_that_is_only_looked_up_is_not_filled_up() -> None:

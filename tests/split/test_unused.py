@@ -10,7 +10,6 @@ from headroom.plan.known import known_shape
 from headroom.split.choice import make_run_plan
 
 GIVEN = {
-    "draft": "x",
     "feature_dtype": "f16",
     "activation_model": "published",
 }

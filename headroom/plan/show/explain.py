@@ -17,7 +17,6 @@ from headroom.plan.experts import (
 )
 from headroom.plan.layout import Pinning
 from headroom.plan.lines import (
-    TREE_NODES,
     Line,
     StageBuffers,
     StagePlace,
@@ -290,8 +289,7 @@ def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     values = sum(layer.verify_values for layer in place.layers)
     yield Term(
         (
-            Factor(place.settings.parallel, "sequence"),
-            Factor(TREE_NODES, "tree node"),
+            Factor(place.settings.verify_rows, "row"),
             Factor(values, "value"),
             Factor(F32_BYTES, "byte"),
         )
@@ -299,7 +297,7 @@ def _verify(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _logits(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    rows, vocab = logits_rows(place.settings, plan.problem.request), place.model.vocab
+    rows, vocab = logits_rows(place.settings), place.model.vocab
     yield Term((Factor(rows, "row"), Factor(vocab, "token"), Factor(F32_BYTES, "byte")))
     if place.spec.kind != "cpu":
         drawing = sampler_bytes(DECODE_ROWS, vocab)

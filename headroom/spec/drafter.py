@@ -1,0 +1,70 @@
+"""Drafter: guesses how sequences go on. Which drafter an engine has is chosen here."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from headroom.errors import OptionError
+from headroom.options import Options
+from headroom.plan.plan import Plan
+from headroom.spec.draft import Draft
+from headroom.spec.ngram import NgramDrafter
+
+
+class Guesser(Protocol):
+    """Guesses how one sequence goes on."""
+
+    def guess(self, tokens: Sequence[int], most: int) -> Draft:
+        """Return at most `most` guesses of what follows `tokens`, the prompt and the answer so far.
+
+        Each call has the tokens of the call before and those that came since.
+        """
+
+
+class Drafter(Protocol):
+    """Guesses how all sequences of an engine go on."""
+
+    @property
+    def name(self) -> str:
+        """The word of `--draft` and of requests that chooses it."""
+
+    def begin(self) -> Guesser:
+        """Return what guesses for a new sequence."""
+
+
+def open_drafter(options: Options) -> Drafter | None:
+    """Return the drafter that the options choose; None: tokens are generated one at a time."""
+    if not options.drafts:
+        return None
+    assert options.draft == NgramDrafter.name, "others are refused before anything is loaded"
+    return NgramDrafter()
+
+
+def check_draft(options: Options) -> None:
+    """Refuse drafts that no engine runs, before a worker is started."""
+    if not options.drafts:
+        return
+    if options.draft_model:
+        raise OptionError(
+            f"--draft {options.draft} names a draft model, which headroom plans but does not run.",
+            hint="Choose --draft ngram or --draft none.",
+            param="draft",
+        )
+    if options.workers is not None:
+        raise OptionError(
+            "Worker processes do not verify guessed tokens.",
+            hint="Leave out --workers, or choose --draft none.",
+            param="draft",
+        )
+
+
+def check_draft_devices(options: Options, plan: Plan) -> None:
+    """Refuse drafts if a planned device cannot verify guesses."""
+    if not options.drafts:
+        return
+    gpus = [device.name for device in plan.devices if device.kind != "cpu"]
+    if gpus:
+        raise OptionError(
+            f"Only CPUs verify guessed tokens so far, and {' and '.join(gpus)} runs layers.",
+            hint="Choose --draft none, or --device cpu.",
+            param="draft",
+        )
