@@ -41,7 +41,7 @@ from headroom.plan.plan import Plan
 from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
 from headroom.progress import LoadProgress, ignore_progress
-from headroom.spec.drafter import Drafter, check_draft, check_draft_devices, open_drafter
+from headroom.spec.drafter import Drafter, check_draft, open_drafter
 from headroom.split.choice import NOTHING_LOADED, make_run_plan, make_worker_plan
 from headroom.split.expert_records import read_records
 from headroom.split.launch import start_pipeline
@@ -102,6 +102,12 @@ def open_engine(
             param="workers",
         )
     check_draft(options)
+    if tap is not None and options.drafts:
+        raise OptionError(
+            "The picks of routers are not recorded or replaced while tokens are guessed.",
+            hint="Leave out --draft.",
+            param="draft",
+        )
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
@@ -113,7 +119,6 @@ def open_engine(
             plan = make_run_plan(model.shape, options, memory_left, features=features)
         else:
             plan = make_worker_plan(model.shape, workers.devices, options, features)
-        check_draft_devices(options, plan)
         _log_plan(plan)
         placement = find_placement(  # which routed experts are hot
             model.shape, plan, options, model.checkpoint.identity, records.file.counts
@@ -128,7 +133,10 @@ def open_engine(
         upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
         files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
         drafter = drafter or open_drafter(options)  # guesses tokens ahead
-        engine = Engine(pipeline, plan.settings, options.queue, upkeep, files, drafter)
+        engine = Engine(
+            *(pipeline, plan.settings, options.queue, upkeep, files, drafter),
+            draft_always=options.draft_always,
+        )
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
 
 

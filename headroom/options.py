@@ -19,7 +19,8 @@ COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
-DRAFTERS = ("ngram",)  # values of --draft that need no model
+NGRAM = "ngram"
+DRAFTERS = (NGRAM,)  # values of --draft that need no model
 NGRAM_GUESSES = 8  # usual ones, found in the text
 MOST_GUESSES = 31  # besides the row of the last token, a step's guesses fill 32 rows
 OFF = "off"  # a value that some settings take instead of a path or a number
@@ -197,6 +198,9 @@ class Options:
         None,
         "what guesses tokens ahead: ngram looks in the prompt and the answer, none generates one "
         "token at a time; a plan also takes a draft model (default: none)",
+    )
+    draft_always: bool = option(
+        False, "check as many guesses as there are, even where that makes answers slower"
     )
     draft_tokens: int | None = option(
         None,

@@ -93,6 +93,7 @@ class AgentBench:
             seed=turn,
             max_tokens=self._settings.agent_answer,
             ignore_eos=True,
+            draft="none",
         )
 
 

@@ -11,7 +11,7 @@ from headroom.split.pipeline import LoadTimes
 from headroom.split.stage_times import NamedTimes
 
 FIGURE_KINDS = ("prompts", "decode", "verify", "parts")
-MORE_KINDS = ("prefix", "agent")  # measured only if they are asked for
+MORE_KINDS = ("prefix", "agent", "draft")  # measured only if they are asked for
 # Kinds that look into the steps of other kinds, at least one of which must be measured, too.
 LOOKS_INTO = {"verify": ("decode",), "parts": ("prompts", "decode")}
 SHORT_CONTEXT = 512  # tokens; up to here the prompts are read again for every batch
@@ -35,6 +35,7 @@ class BenchSettings:
     agent_tokens: int = 12000  # of its last prompt, if the context has room for them
     agent_answer: int = 32  # tokens of each of its answers
     patience_s: float = 300.0  # contexts whose prompts would take longer are left out
+    accept: tuple[float, ...] = (0.6, 0.8, 0.9)  # shares of guesses that are made to be right
     only: tuple[str, ...] = FIGURE_KINDS  # the kinds that are measured
     # A JSON schema: decoding under it is compared with decoding freely; None: not measured.
     schema: Mapping[str, Any] | None = None
@@ -46,6 +47,12 @@ class BenchSettings:
                 f"--only has {unknown[0]!r}.",
                 hint=f"Known: {', '.join(known)}.",
                 param="only",
+            )
+        if not self.accept or not all(0 <= share <= 1 for share in self.accept):
+            raise OptionError(
+                f"--accept is {','.join(map(str, self.accept)) or 'empty'}.",
+                hint="Write shares from 0 to 1 with commas between them.",
+                param="accept",
             )
         self._check_kinds()
         for name in ("prompts", "contexts", "batches", "tokens", "rounds"):
@@ -248,6 +255,37 @@ class AgentFigure:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFigure:
+    """An answer with guesses, a given share of which was right, against the same without them."""
+
+    share: float  # of the guesses that were made to be right
+    guesses: int  # in a step, at most
+    context: int  # tokens of the prompt
+    tokens: int  # of the answer, but for the first
+    steps: int
+    guessed: int
+    right: int  # guesses that were right, after right ones
+    seconds: float
+    plain_s: float  # without guesses
+    equal: bool  # the answer has the same tokens without guesses
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens for each step."""
+        return self.tokens / self.steps
+
+    @property
+    def speed_up(self) -> float:
+        """How many times as fast the answer was."""
+        return self.plain_s / self.seconds
+
+    @property
+    def step_ratio(self) -> float:
+        """How many times as long a step took as one without guesses."""
+        return self.seconds / self.steps / (self.plain_s / self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyFigure:
     """A step that verifies several drafted tokens of one sequence, against one that decodes."""
 
@@ -315,6 +353,7 @@ class Figures:
     schemas: list[SchemaFigure] = field(default_factory=list)
     prefixes: list[PrefixFigure] = field(default_factory=list)
     agent: AgentFigure | None = None
+    drafts: list[DraftFigure] = field(default_factory=list)
     verify: VerifyFigure | None = None
     parts: list[PartFigure] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what was not measured, and why

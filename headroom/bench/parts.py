@@ -100,7 +100,9 @@ def _parts_of_prompt(
 
 def _answer(opened: OpenedModel, context: int, batch: int, tokens: int, temperature: float) -> None:
     """Let the engine answer `batch` prompts together, with `tokens` tokens each."""
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=tokens, ignore_eos=True, draft="none"
+    )
     requests = ConcurrentRequests(opened.engine, context, batch, params)
     requests.start()
     requests.close(finish=tokens)

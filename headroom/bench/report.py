@@ -11,6 +11,7 @@ from headroom.bench.figures import (
     AgentFigure,
     BenchSettings,
     DecodeFigure,
+    DraftFigure,
     Figures,
     FirstToken,
     LoadParts,
@@ -100,6 +101,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "schema": [_schema_json(figure) for figure in figures.schemas],
         "prefix": [_prefix_json(figure) for figure in figures.prefixes],
         "agent": None if figures.agent is None else _agent_json(figures.agent),
+        "draft": [_draft_json(figure) for figure in figures.drafts],
         "verify": None if verify is None else asdict(verify) | {"ratio": verify.ratio},
         "parts": [_part_json(figure) for figure in figures.parts],
         "memory": report.memory,
@@ -197,6 +199,14 @@ def _agent_json(figure: AgentFigure) -> dict[str, Any]:
             }
             for name, turns in sides.items()
         },
+    }
+
+
+def _draft_json(figure: DraftFigure) -> dict[str, Any]:
+    return asdict(figure) | {
+        "accepted_length": figure.accepted_length,
+        "speed_up": figure.speed_up,
+        "step_ratio": figure.step_ratio,
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from headroom.bench.agent import AgentBench
+from headroom.bench.drafts import DraftBench, ImposedDrafter
 from headroom.bench.expert_use import ExpertReport, find_locations
 from headroom.bench.figures import MORE_KINDS, BenchSettings, LoadParts
 from headroom.bench.parts import PROMPT_ANSWER, measure_parts
@@ -39,12 +40,13 @@ from headroom.experts.trace_stats import trace_stats
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.llm import OpenedModel, open_engine
-from headroom.options import Options
+from headroom.options import NGRAM, Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PAGE_SIZE
 from headroom.plan.shape import ModelShape
 from headroom.progress import LoadProgress, LoadStep, StepCounter, StepReport, ignore_steps
+from headroom.spec.drafter import check_draft
 from headroom.split.choice import make_run_plan
 from headroom.text.tokenizer import Tokenizer
 
@@ -65,9 +67,14 @@ def run_bench(
 
     The picks of `routing_trace` replace those of the routers.
     """
-    steps = StepCounter(count_steps(settings, peer is not None), report)
     if peer is not None:
         check_comparable(path)
+    if options.drafts and "draft" not in settings.only:
+        settings = replace(settings, only=(*settings.only, "draft"))
+    if "draft" in settings.only:
+        options = replace(options, draft=options.draft or NGRAM, draft_always=True)
+        check_draft(options)
+    steps = StepCounter(count_steps(settings, peer is not None), report)
     checkpoint = open_checkpoint(path)
     model = describe(checkpoint)
     shape = model.shape
@@ -88,11 +95,14 @@ def run_bench(
     steps.begin("loading")
     started = time.perf_counter()
     tap = None if trace is None else ImposedTrace(trace)
-    opened = open_engine(model, options, _show_percent(steps), measuring=True, tap=tap)
+    drafter = ImposedDrafter() if "draft" in settings.only else None
+    opened = open_engine(
+        model, options, _show_percent(steps), measuring=True, tap=tap, drafter=drafter
+    )
     total_s = time.perf_counter() - started
     loading = LoadParts(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
-        measured = _measure(path, checkpoint, opened, loading, settings, steps)
+        measured = _measure(path, checkpoint, opened, loading, settings, steps, drafter)
     finally:
         opened.engine.close()
     del opened
@@ -114,6 +124,7 @@ def count_steps(settings: BenchSettings, peer: bool) -> int:
         "parts": 1,
         "prefix": len(settings.prompts),
         "agent": 2,
+        "draft": 1 + len(settings.accept),
     }
     steps = 2 + sum(counts[kind] for kind in settings.only)  # loading, bandwidth
     return steps + (settings.schema is not None) + (2 if peer else 0)
@@ -181,7 +192,7 @@ def with_room(options: Options, settings: BenchSettings, shape: ModelShape) -> O
     chunk = options.chunk or (max(CPU_CHUNK, *settings.prompts) if gpu else CPU_CHUNK)
     if options.chunk is None and set(MORE_KINDS) & set(settings.only):
         chunk = SERVER_CHUNK
-    decodes = "decode" in settings.only or settings.schema is not None
+    decodes = bool({"decode", "draft"} & set(settings.only)) or settings.schema is not None
     parallel = options.parallel or (max(settings.batches) if decodes else 1)
     batches = tuple(batch for batch in settings.batches if batch <= parallel) or (parallel,)
     contexts = settings.contexts if decodes else ()
@@ -210,6 +221,7 @@ def _measure(
     loading: LoadParts,
     settings: BenchSettings,
     steps: StepCounter,
+    drafter: ImposedDrafter | None,
 ) -> Report:
     figures = SpeedBench(opened, settings, steps).run()
     if settings.schema is not None:
@@ -220,6 +232,8 @@ def _measure(
     if "agent" in settings.only:
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
         AgentBench(opened, settings, steps, tokenizer, figures).run()
+    if drafter is not None:
+        DraftBench(opened, settings, steps, drafter, figures).run()
     memory = memory_use(opened)  # before the profiler takes some
     if opened.on_gpu:
         lift_limit(opened.torch_device)

@@ -55,7 +55,9 @@ class SchemaBench:
         vocab = opened.engine.vocab
         self._compiler = GrammarCompiler(full_vocabulary(tokenizer, vocab), vocab)
         self._grammar: Grammar = self._compiler.compile([endless_list(settings.schema)])
-        self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
+        self._params = SamplingParams(
+            temperature=settings.temperature, ignore_eos=True, draft="none"
+        )
 
     def run(self) -> None:
         """Measure every batch that runs together, and add the figures."""

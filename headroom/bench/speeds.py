@@ -39,7 +39,9 @@ class SpeedBench:
         self._steps = steps
         self._settings = settings
         self._plan = opened.plan.settings
-        self._params = SamplingParams(temperature=settings.temperature, ignore_eos=True)
+        self._params = SamplingParams(
+            temperature=settings.temperature, ignore_eos=True, draft="none"
+        )
         self._short_speed = 0.0  # tokens per second of a short prompt; 0: not measured
         self.figures = Figures()
 

@@ -55,7 +55,8 @@ class BenchFlags:
     only: Annotated[
         str | None,
         typer.Option(
-            help="kinds of figures to measure: prompts, decode, verify, parts, prefix, agent",
+            help="kinds of figures to measure: prompts, decode, verify, parts, prefix, agent, "
+            "draft",
             metavar="KIND,KIND",
         ),
     ] = None
@@ -67,6 +68,13 @@ class BenchFlags:
         bool,
         typer.Option("--agent", help="also measure an agent's session, whose prompts grow"),
     ] = False
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            help="also measure guessing ahead with such shares of right guesses (0.6,0.8,0.9)",
+            metavar="P,P",
+        ),
+    ] = None
     schema: Annotated[
         bool, typer.Option("--schema", help="also measure decoding under a typical JSON schema")
     ] = False
@@ -132,7 +140,7 @@ def bench(*, options: Options, **flags: Any) -> None:
 
 def bench_settings(given: BenchFlags) -> "BenchSettings":
     """Return what the flags ask to measure."""
-    from headroom.bench.figures import MORE_KINDS, QUICK, BenchSettings
+    from headroom.bench.figures import QUICK, BenchSettings
 
     changes: dict[str, Any] = {
         "prompts": _numbers("prompts", given.prompts),
@@ -142,6 +150,7 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
         "rounds": given.rounds,
         "temperature": given.temperature,
         "patience_s": given.patience,
+        "accept": _shares(given.accept),
         "only": tuple(word.strip() for word in given.only.split(",")) if given.only else None,
         "schema": _schema(given),
     }
@@ -149,7 +158,8 @@ def bench_settings(given: BenchFlags) -> "BenchSettings":
     if not given.parts:
         changes["only"] = tuple(kind for kind in changes["only"] or base.only if kind != "parts")
     usual = base.only if changes["only"] is None else changes["only"]
-    asked = [name for name in MORE_KINDS if getattr(given, name)]
+    asked = [name for name in ("prefix", "agent") if getattr(given, name)]
+    asked += ["draft"] if given.accept is not None else []
     changes["only"] = tuple(dict.fromkeys([*usual, *asked]))
     return replace(base, **{name: value for name, value in changes.items() if value is not None})
 
@@ -245,6 +255,19 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
             f"--{name} is {text!r}.",
             hint="Write whole numbers with commas between them, as in 1,4,16.",
             param=name,
+        ) from error
+
+
+def _shares(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise OptionError(
+            f"--accept is {text!r}.",
+            hint="Write shares from 0 to 1 with commas between them, as in 0.6,0.9.",
+            param="accept",
         ) from error
 
 

@@ -9,6 +9,7 @@ from headroom.bench.expert_use import ExpertReport, ExpertUse
 from headroom.bench.figures import (
     AgentFigure,
     DecodeFigure,
+    DraftFigure,
     FirstToken,
     LoadParts,
     PartFigure,
@@ -40,6 +41,8 @@ def report_tables(report: Report) -> Iterator[RenderableType]:
         yield _prefix_table(report)
     if report.figures.agent is not None:
         yield _agent_table(report.figures.agent)
+    if report.figures.drafts:
+        yield _draft_table(report.figures.drafts)
     if report.figures.verify is not None:
         yield _verify_text(report.figures.verify)
     if report.figures.parts:
@@ -183,6 +186,27 @@ def _turn_cells(warm: Sequence[FirstToken], cold: Sequence[FirstToken]) -> list[
         f"{without * 1e3:.1f}",
         f"{without / seconds:.1f} x",
     ]
+
+
+def _draft_table(figures: Sequence[DraftFigure]) -> Table:
+    """Return a table with a row for each share of right guesses."""
+    first = figures[0]
+    equal = sum(figure.equal for figure in figures)
+    table = Table(
+        *("right", "tokens a step", "step", "tokens/s", "tokens/s without", "speed-up"),
+        title=f"guessing {counted(first.guesses, 'token')} ahead after {first.context} tokens",
+        caption=f"{equal} of {len(figures)} answers equal those without guesses",
+    )
+    for figure in figures:
+        table.add_row(
+            f"{figure.share:.0%}",
+            f"{figure.accepted_length:.2f}",
+            f"{figure.step_ratio:.2f} x",
+            f"{figure.tokens / figure.seconds:.1f}",
+            f"{figure.tokens / figure.plain_s:.1f}",
+            f"{figure.speed_up:.2f} x",
+        )
+    return table
 
 
 def _verify_text(verify: VerifyFigure) -> str:

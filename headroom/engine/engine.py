@@ -69,6 +69,8 @@ class Engine:
         upkeep: ExpertUpkeep | None = None,
         prefix_files: PrefixFiles | None = None,  # None: prefixes are kept in memory alone
         drafter: Drafter | None = None,  # None: tokens are generated one at a time
+        *,
+        draft_always: bool = False,  # check guesses even where that is slower
     ) -> None:
         self._pipeline = pipeline
         # Upkeep of experts between steps. Only the engine's thread may call it while requests run.
@@ -86,7 +88,7 @@ class Engine:
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
         assert drafter is None or pipeline.verifies_guesses
-        self._drafting = Drafting(drafter, settings)
+        self._drafting = Drafting(drafter, settings, always=draft_always)
         self._masks = MaskPool()
         self._unread: deque[LaunchedStep] = deque()  # steps under way, oldest first
         self._calm_steps = 0  # since memory was short
@@ -325,6 +327,7 @@ class Engine:
         for turn in turns:
             if not turn.rows:
                 self._draw_first(turn.sequence)
+        started, generated = time.perf_counter(), self._counters.generated_tokens
         turns = self._drafting.add_guesses([turn for turn in turns if turn.rows], self._scheduler)
         launched = self._launch(turns, ahead=parts == 1) if turns else None
         if launched is None:
@@ -342,6 +345,9 @@ class Engine:
         self._unread.append(launched)
         if not launched.may_stay_unread:
             self._read_all()
+            tokens = self._counters.generated_tokens - generated
+            self._drafting.record(turns, tokens, time.perf_counter() - started)
+            self._counters.held_back_tokens = self._drafting.held_back
 
     def _read_all(self) -> None:
         """Read all steps that are under way."""
@@ -583,6 +589,7 @@ class Engine:
             if turn.draft:
                 turn.sequence.cached += len(path.rows) - 1
                 accepted.append(Accepted(span, tuple(path.rows)))
+                self._drafting.judge(turn, len(path.rows) - 1)
         self._pipeline.commit(accepted)
         for sequence, path in paths:
             for event in path.events:
@@ -661,6 +668,12 @@ class Engine:
         if event.finish_reason is not None:
             self._scheduler.remove(sequence, keep=event.finish_reason != "error")
             self._counters.finished[event.finish_reason] += 1
+            if sequence.guessed or sequence.held_back:
+                log.info(
+                    "draft: %s had %d tokens guessed, %d right, %d not checked",
+                    *(sequence.request.id, sequence.guessed, sequence.accepted),
+                    sequence.held_back,
+                )
             event = self._with_costs(sequence, event)
             with self._changed:
                 self._live.pop(sequence.request.id, None)

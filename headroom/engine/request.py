@@ -250,6 +250,7 @@ class Timings:
     stages: Sequence[Mapping[str, object]] | None = None
     guessed: int = 0  # tokens that a drafter guessed
     accepted: int = 0  # guesses that were right
+    held_back: int = 0  # further guesses, which were not checked since that would not have paid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from headroom.engine.request import (
     TokenLogprobs,
 )
 from headroom.spec.drafter import Guesser
+from headroom.spec.governor import Acceptance
 from headroom.split.stage_times import NamedTimes
 from headroom.split.upkeep import ExpertTelemetry
 
@@ -66,6 +67,8 @@ class Sequence:
     guesser: Guesser | None = None  # guesses its next tokens; None: it has no guesses yet
     guessed: int = 0  # tokens that were guessed for it
     accepted: int = 0  # guesses that were right
+    held_back: int = 0  # guesses that were not checked, since that would not have paid
+    acceptance: Acceptance = field(default_factory=Acceptance)  # of its last guesses
     experts_before: ExpertTelemetry | None = None  # counters before its first step
     stages_before: NamedTimes | None = None  # times of the stages before its first step
 
@@ -126,6 +129,7 @@ class Sequence:
             decode_s=now - first,
             guessed=self.guessed,
             accepted=self.accepted,
+            held_back=self.held_back,
         )
 
 

@@ -39,6 +39,7 @@ class EngineStats:
     prefixes: PrefixCounts = NO_PREFIXES
     guessed_tokens: int = 0  # by a drafter
     accepted_tokens: int = 0  # guesses that were right
+    held_back_tokens: int = 0  # guesses that were not checked, since that would not have paid
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Counters:
     generated_tokens: int = 0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    held_back_tokens: int = 0
     steps: int = 0
     step_s: float = 0.0
     started_at: float = field(default_factory=time.time)
@@ -79,6 +81,7 @@ class Counters:
             generated_tokens=self.generated_tokens,
             guessed_tokens=self.guessed_tokens,
             accepted_tokens=self.accepted_tokens,
+            held_back_tokens=self.held_back_tokens,
             steps=self.steps,
             step_s=self.step_s,
             preemptions=scheduler.preemptions,

@@ -337,6 +337,8 @@ def make_plan(
             hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
             param="dtype",
         )
+    if options.drafts and options.draft_model is None:
+        _check_verifies(devices)
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     options = _with_read_types(model, stages, options)
@@ -393,6 +395,17 @@ def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: O
             param=named.split()[0].removeprefix("--"),
         )
     return replace(options, weights="unpacked")
+
+
+def _check_verifies(devices: Sequence[DeviceSpec]) -> None:
+    """Refuse guesses without a draft model if a device that runs layers cannot verify them."""
+    gpus = [device.name for device in devices if device.runs_layers and device.kind != "cpu"]
+    if gpus:
+        raise OptionError(
+            f"Only CPUs verify guessed tokens so far, and {' and '.join(gpus)} would run layers.",
+            hint="Choose --draft none, or --device cpu.",
+            param="draft",
+        )
 
 
 def _check_features(features: FeatureRequest, layers: int) -> None:

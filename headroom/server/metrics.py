@@ -71,6 +71,7 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "generated_tokens": ("Tokens generated", stats.generated_tokens),
         "draft_tokens": ("Tokens guessed ahead", stats.guessed_tokens),
         "draft_tokens_accepted": ("Guesses that were right", stats.accepted_tokens),
+        "draft_tokens_held_back": ("Guesses that were not checked", stats.held_back_tokens),
         "steps": ("Steps computed", stats.steps),
         "preemptions": ("Requests preempted for lack of pages", stats.preemptions),
         "step_seconds": ("Seconds spent in steps", stats.step_s),

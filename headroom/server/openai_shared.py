@@ -198,9 +198,12 @@ def usage_and_timings(
         "decode_ms": round(1000 * decode_s, 3),
         "decode_tokens_per_second": _rate(decoded, decode_s),
     }
-    if guessed := sum(time.guessed for time in times):
+    guessed = sum(time.guessed for time in times)
+    held_back = sum(time.held_back for time in times)
+    if guessed or held_back:
         timings["draft_tokens"] = guessed
         timings["draft_tokens_accepted"] = sum(time.accepted for time in times)
+        timings["draft_tokens_held_back"] = held_back
     # The answers ran together, so the one that decoded longest covers nearly all of the time.
     longest = max(times, key=lambda time: time.decode_s)
     if longest.experts is not None:

@@ -16,6 +16,8 @@ class Draft:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # of each guess: the number of the token that it follows
+    kind: int = 0  # drafts of one kind are about equally often right
+    chance: float = 0.5  # the drafter's own estimate that a guess is right, if those before it are
     # By the number of a token and the token that follows it: the number of the guess.
     _children: dict[tuple[int, int], int] = field(default_factory=dict, init=False, repr=False)
 
@@ -29,9 +31,15 @@ class Draft:
             self._children[parent, token] = number
 
     @classmethod
-    def chain(cls, tokens: Sequence[int]) -> "Draft":
+    def chain(cls, tokens: Sequence[int], kind: int = 0, chance: float = 0.5) -> "Draft":
         """Return a draft in which each guess follows the one before it."""
-        return cls(tuple(tokens), tuple(range(len(tokens))))
+        return cls(tuple(tokens), tuple(range(len(tokens))), kind, chance)
+
+    def first(self, count: int) -> "Draft":
+        """Return the draft's first guesses."""
+        if count >= len(self):
+            return self
+        return Draft(self.tokens[:count], self.parents[:count], self.kind, self.chance)
 
     def __len__(self) -> int:
         return len(self.tokens)

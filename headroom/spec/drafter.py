@@ -5,7 +5,6 @@ from typing import Protocol
 
 from headroom.errors import OptionError
 from headroom.options import Options
-from headroom.plan.plan import Plan
 from headroom.spec.draft import Draft
 from headroom.spec.ngram import NgramDrafter
 
@@ -53,18 +52,5 @@ def check_draft(options: Options) -> None:
         raise OptionError(
             "Worker processes do not verify guessed tokens.",
             hint="Leave out --workers, or choose --draft none.",
-            param="draft",
-        )
-
-
-def check_draft_devices(options: Options, plan: Plan) -> None:
-    """Refuse drafts if a planned device cannot verify guesses."""
-    if not options.drafts:
-        return
-    gpus = [device.name for device in plan.devices if device.kind != "cpu"]
-    if gpus:
-        raise OptionError(
-            f"Only CPUs verify guessed tokens so far, and {' and '.join(gpus)} runs layers.",
-            hint="Choose --draft none, or --device cpu.",
             param="draft",
         )

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 
+from headroom.options import NGRAM
 from headroom.spec.draft import NO_DRAFT, Draft
 
 PLACES = 16  # latest places of the last two tokens that are compared; more cost time
@@ -12,7 +13,7 @@ LONGEST = 16  # tokens before a place that are compared with those at the end
 class NgramDrafter:
     """Looks the last tokens of a sequence up in its prompt and its answer; needs no model."""
 
-    name = "ngram"
+    name = NGRAM
 
     def begin(self) -> "NgramGuesser":
         """Return what guesses for a new sequence."""
@@ -39,14 +40,14 @@ class NgramGuesser:
         if len(tokens) < 2 or most < 1:
             return NO_DRAFT
         self._learn(tokens)
-        place = self._best_place(tokens)
+        place, equal = self._best_place(tokens)
         if place is None:
             return NO_DRAFT
         guesses: list[int] = []
         for source in range(place + 1, place + 1 + most):
             known = source < len(tokens)
             guesses.append(tokens[source] if known else guesses[source - len(tokens)])
-        return Draft.chain(guesses)
+        return Draft.chain(guesses, kind=equal.bit_length(), chance=equal / (equal + 2))
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Note the pairs that have come, but for the last one, which is looked up."""
@@ -55,8 +56,8 @@ class NgramGuesser:
             self._before.append(self._last.get(pair, -1))
             self._last[pair] = place
 
-    def _best_place(self, tokens: Sequence[int]) -> int | None:
-        """Return the place with the most equal tokens before it, the last one of these."""
+    def _best_place(self, tokens: Sequence[int]) -> tuple[int | None, int]:
+        """Return the last place with the most equal tokens up to it, and how many these are."""
         end = len(tokens) - 1
         place = self._last.get((tokens[end - 1], tokens[end]), -1)
         best, longest = None, 1
@@ -71,4 +72,4 @@ class NgramGuesser:
             if length > longest:
                 best, longest = place, length
             place = self._before[place]
-        return best
+        return best, longest

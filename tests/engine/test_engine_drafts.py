@@ -1,6 +1,7 @@
 """Guesses in the engine: the same tokens as without them, whatever is guessed and asked for."""
 
 import queue
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,8 +12,14 @@ import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import OptionError, RequestError
+from headroom.experts.taps import TraceRecorder
+from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
+from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.plan.plan import make_plan
 from headroom.text.conversation import OutputFormat
+from tests.plan.shapes import gpu, host
 from tests.scripted import ScriptedDrafter
 from tests.synth_models import MODELS, write_model
 
@@ -108,8 +115,8 @@ def test_answers_are_the_same_with_right_and_wrong_guesses_of_every_kind(
     texts = [known.text(kind) for kind in KINDS]
     for right in RIGHT:
         drafter = ScriptedDrafter(texts, right, tree=tree)
-        options = {"draft": "ngram", "draft_tokens": guesses, "device": device}
-        with LLM(str(known.path), drafter=drafter, **options, **SETTINGS) as llm:
+        options = {"draft": "ngram", "draft_tokens": guesses, "draft_always": True}
+        with LLM(str(known.path), drafter=drafter, device=device, **options, **SETTINGS) as llm:
             for warm in (False, True):  # the second time, prompts begin with known prefixes
                 requests = [request_of(llm, kind, prompt) for kind, prompt in PROMPTS.items()]
                 found = answers(llm, requests)
@@ -138,8 +145,27 @@ def plain(model: Path) -> Iterator[LLM]:
 
 
 def drafting(model: Path, drafter: ScriptedDrafter, **settings: Any) -> LLM:
-    options = {"draft": "ngram", "draft_tokens": 6, **SETTINGS, **settings}
+    options = {"draft": "ngram", "draft_always": True, "draft_tokens": 6, **SETTINGS, **settings}
     return LLM(str(model), drafter=drafter, **options)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    "types", [{"dtype": "int8", "kv_type": "f16"}, {"kernels": "reference", "kv_type": "bf16"}]
+)
+def test_answers_are_the_same_in_narrow_types_and_with_the_plain_kernels(
+    model: Path, types: dict[str, str], tree: bool
+) -> None:
+    settings = SETTINGS | types
+    with LLM(str(model), **settings) as llm:
+        prompts = [llm.tokenizer.encode(text) for text in TEXTS[1:4]]
+        params = replace(PARAMS, max_tokens=24)
+        wanted = [tokens_of(answers(llm, [llm.request(one, params)])[0]) for one in prompts]
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, wanted, strict=True)]
+    with drafting(model, ScriptedDrafter(texts, 0.8, tree=tree), **types) as llm:
+        requests = [llm.request(one, params) for one in prompts]
+        assert [tokens_of(events) for events in answers(llm, requests)] == wanted
+        assert llm.engine.stats().accepted_tokens > 10
 
 
 PARAMS = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=3)
@@ -294,8 +320,85 @@ def test_a_request_may_do_without_guesses_and_may_not_ask_for_unknown_ones(
         replace(PARAMS, draft="oracle")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0.3, 1.0])
+def test_20000_short_answers_are_distributed_as_those_without_guesses(
+    tmp_path: Path, right: float
+) -> None:
+    path = write_model("qwen35", "q8_0", tmp_path, few_layers=True)
+    prompt, count, length = [300, 301, 302], 20_000, 3
+    bias = dict.fromkeys(range(40, 44), 12.0)  # so that few answers are possible
+
+    def counted(llm: LLM, first_seed: int) -> Counter[tuple[int, ...]]:
+        found: Counter[tuple[int, ...]] = Counter()
+        for seed in range(first_seed, first_seed + count, 200):
+            requests = [
+                llm.request(
+                    prompt,
+                    SamplingParams(
+                        seed=one, top_k=4, max_tokens=length, ignore_eos=True, logit_bias=bias
+                    ),
+                )
+                for one in range(seed, seed + 200)
+            ]
+            found.update(tuple(tokens_of(events)) for events in answers(llm, requests))
+        return found
+
+    settings = SETTINGS | {"parallel": 8}
+    with LLM(str(path), **settings) as llm:
+        plain = counted(llm, 0)
+    likely = [[*prompt, *answer] for answer, _ in plain.most_common(8)]
+    drafter = ScriptedDrafter(likely, right, tree=True)
+    options = {"draft": "ngram", "draft_tokens": 3, "draft_always": True}
+    with LLM(str(path), drafter=drafter, **options, **settings) as llm:
+        guessed = counted(llm, 10**6)  # other seeds: equal answers would prove nothing
+        assert llm.engine.stats().accepted_tokens > 1000
+    kinds = [answer for answer in plain if plain[answer] + guessed[answer] >= 20]
+    assert 8 < len(kinds) <= 4**length
+    pairs = [(plain[kind], guessed[kind]) for kind in kinds]
+    pairs.append(tuple(count - sum(side) for side in zip(*pairs, strict=True)))
+    chi = sum((a - b) ** 2 / (a + b) for a, b in pairs if a + b)
+    freedom = len(kinds)
+    # The chi-square distribution has this mean and variance, and is nearly normal.
+    assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
+
+
 def test_a_draft_model_and_workers_are_refused_before_anything_is_loaded(model: Path) -> None:
     with pytest.raises(OptionError, match="names a draft model, which headroom plans but does not"):
         LLM(str(model), draft="qwen3.6-27b-dflash", **SETTINGS)
     with pytest.raises(OptionError, match="Worker processes do not verify guessed tokens"):
         LLM(str(model), draft="ngram", workers="2", **SETTINGS)
+
+
+def test_picks_of_routers_are_not_replaced_while_tokens_are_guessed(model: Path) -> None:
+    with pytest.raises(OptionError, match="not recorded or replaced while tokens are guessed"):
+        LLM(str(model), draft="ngram", tap=TraceRecorder(), **SETTINGS)
+
+
+def test_a_gpu_is_refused_by_the_plan_and_the_rows_of_guesses_are_lines_of_it(model: Path) -> None:
+    shape = describe(open_checkpoint(model)).shape
+    with pytest.raises(OptionError, match="Only CPUs verify guessed tokens so far, and cuda:0"):
+        make_plan([shape], [gpu(24), host(64)], Options(draft="ngram"))
+    with LLM(str(model), draft="ngram", **SETTINGS) as llm:
+        memory = llm.engine._pipeline._memory["cpu"]
+        recurrent = sum(layer.kind == "recurrent" for layer in shape.layers)
+        planned = memory.planned.get("verify_scratch", 0)  # a line of 0 bytes is left out
+        assert memory.allocated.get("verify_scratch", 0) == planned
+        assert (planned > 0) == (recurrent > 0)
+        assert memory.allocated["logits"] == memory.planned["logits"] == 32 * shape.vocab * 4
+
+
+def test_guesses_that_do_not_pay_are_held_back_and_told(model: Path, plain: LLM) -> None:
+    prompt = plain.tokenizer.encode(TEXTS[1])
+    whole = tokens_of(answers(plain, [plain.request(prompt, PARAMS)])[0])
+    drafter = ScriptedDrafter([[*prompt, *whole]], 0.0)
+    with drafting(model, drafter, draft_always=False) as llm:
+        events = answers(llm, [llm.request(prompt, PARAMS)])[0]
+        stats = llm.engine.stats()
+    assert tokens_of(events) == whole
+    offered = sum(map(len, drafter.drafts))
+    assert stats.held_back_tokens >= 2 * 6  # plain steps are measured before the first guess
+    assert stats.guessed_tokens + stats.held_back_tokens == offered
+    timings = events[-1].timings
+    assert timings is not None
+    assert timings.held_back == stats.held_back_tokens

@@ -61,6 +61,7 @@ def test_a_snapshot_reports_each_counter_under_its_own_name() -> None:
         generated_tokens=13,
         guessed_tokens=37,
         accepted_tokens=19,
+        held_back_tokens=41,
         steps=17,
         step_s=1.9,
         started_at=23.0,
@@ -72,6 +73,7 @@ def test_a_snapshot_reports_each_counter_under_its_own_name() -> None:
     assert stats.requests_finished == {"stop": 2}
     assert (stats.prompt_tokens, stats.generated_tokens) == (11, 13)
     assert (stats.guessed_tokens, stats.accepted_tokens) == (37, 19)
+    assert stats.held_back_tokens == 41
     assert (stats.steps, stats.step_s, stats.preemptions) == (17, 1.9, 5)
     assert (stats.cache_pages_used, stats.cache_pages_total) == (3, 7)
     assert (stats.started_at, stats.memory, stats.experts) == (23.0, memory, None)

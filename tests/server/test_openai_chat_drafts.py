@@ -28,7 +28,7 @@ def drafted(
     """A server that was started with or without guesses, and with which."""
     path = write_model("qwen35", "q8_0", tmp_path_factory.mktemp("http"), few_layers=True)
     with (
-        LLM(str(path), context=256, threads=1, draft=request.param) as llm,
+        LLM(str(path), context=256, threads=1, draft=request.param, draft_always=True) as llm,
         serving(llm, Options(port=0)) as server,
         httpx.Client(base_url=server.address, timeout=60) as http,
     ):

@@ -34,10 +34,11 @@ def test_answers_to_one_prompt_count_its_tokens_once_and_take_the_longest_times(
 
 
 def test_guesses_are_told_if_there_were_any() -> None:
-    timings = Timings(0.5, 1.0, 2.0, guessed=20, accepted=12)
+    timings = Timings(0.5, 1.0, 2.0, guessed=20, accepted=12, held_back=3)
     guessing = AnswerDelta(prompt_tokens=10, generated_tokens=5, timings=timings)
     told = usage_and_timings([guessing, guessing, answer(10, 5, 0.5, 1.0, 2.0)], 3)["timings"]
     assert (told["draft_tokens"], told["draft_tokens_accepted"]) == (40, 24)
+    assert told["draft_tokens_held_back"] == 6
     assert "draft_tokens" not in usage_and_timings([answer(10, 5, 0.5, 1.0, 2.0)], 1)["timings"]
 
 
