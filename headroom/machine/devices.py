@@ -9,6 +9,7 @@ from typing import Literal
 
 from headroom.machine.assumed import ASSUMED_CORE_FLOPS, ASSUMED_CPU_BANDWIDTH
 from headroom.machine.cgroups import GroupLimits, read_limits
+from headroom.machine.cores import physical_cores
 from headroom.units import KIB
 
 DeviceKind = Literal["cpu", "cuda", "hip", "metal"]
@@ -101,10 +102,13 @@ def pinnable_bytes(limits: GroupLimits) -> int | None:
 
 
 def usable_cores(limits: GroupLimits) -> int:
-    """Return the cores by affinity and by the groups' share of time, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Return the physical cores by affinity and by the groups' share of time, at least one."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(physical_cores(os.sched_getaffinity(0)))
+    else:
+        cores = os.cpu_count() or 1
     share = math.inf if limits.cores is None else math.ceil(limits.cores)
-    return max(1, int(min(cores or 1, share)))
+    return max(1, int(min(cores, share)))
 
 
 def _read_meminfo(path: Path) -> dict[str, int]:

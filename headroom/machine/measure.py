@@ -100,8 +100,8 @@ def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
         return 0.0, 0.0
     POOL.set(worker_threads(cpu.cores))
     try:
-        # As cold experts are computed: rows stay floats.
-        return 1e9 * expert_speed(tiles=True, int8=False), expert_flops()
+        # As cold experts are computed: rows have 16 bits.
+        return 1e9 * expert_speed("int16", tiles=True), expert_flops()
     finally:
         POOL.set(torch.get_num_threads())
 
