@@ -3,7 +3,7 @@
     python benchmarks/cpu.py MODEL.gguf ... --llama-bench PATH [--rounds 3] [--threads 2]
 
 Rounds of both programs alternate, so that a busy minute hurts both; the best round counts. Products
-may name their instruction set: `--products int8 int8:avx512` compares the best one with AVX-512.
+may name their instruction set: `--products int16 int16:avx2` compares the best one with AVX2.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from headroom.kernels.native.module import POOL
 from headroom.llm import LLM
 
 PROMPT, DECODE, DEEP_DECODE = 512, 128, 64
-PRODUCTS = ("f32", "int8")
+PRODUCTS = ("int16", "f32", "int8")
 
 
 @dataclass
@@ -41,7 +41,10 @@ def run_headroom(path: Path, threads: int, depth: int, products: str) -> Speeds:
     """Measure our engine once, with an f16 cache as llama.cpp has it."""
     speeds = Speeds()
     context = max(depth, PROMPT) + DECODE + 64
-    settings = {"context": context, "parallel": 1, "kv_type": "f16", "threads": threads}
+    settings = {
+        "context": context, "parallel": 1, "kv_type": "f16", "threads": threads,
+        "no_prefix_cache": True,  # every round repeats its prompt
+    }  # fmt: skip
     dtype, _, isa = products.partition(":")
     with LLM(str(path), dtype=dtype, **settings) as llm:
         POOL.set(threads, isa=isa)

@@ -15,7 +15,8 @@ from headroom.errors import OptionError
 log = logging.getLogger(__name__)
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-COMPUTE_TYPES = ("int8", "f32", "bf16", "f16")
+ROUNDED_TYPES = ("int8", "int16")  # of activations in a CPU's products with packed weights
+COMPUTE_TYPES = (*ROUNDED_TYPES, "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
@@ -69,7 +70,7 @@ class Options:
     k_type: str | None = option(None, "type of cached keys, if not --kv-type", choices=KV_TYPES)
     v_type: str | None = option(None, "type of cached values, if not --kv-type", choices=KV_TYPES)
     threads: int | None = option(
-        None, "CPU threads (default: the cores this process may use)", minimum=1
+        None, "CPU threads (default: the physical cores this process may use)", minimum=1
     )
     pin_threads: bool = option(False, "keep each CPU thread on a core of its own")
     device: str | None = option(

@@ -91,6 +91,13 @@ KERNELS = (
     ),
     Kernel(
         "matmul",
+        "native-int16",
+        native_matmul.matmul_int16,
+        native_matmul.refuses_int16,
+        native_matmul.prepare,
+    ),
+    Kernel(
+        "matmul",
         "native-f32",
         native_matmul.matmul_f32,
         native_matmul.refuses_f32,
@@ -114,6 +121,13 @@ KERNELS = (
         "native-int8",
         native_experts.experts,
         native_experts.refuses_int8,
+        native_experts.prepare,
+    ),
+    Kernel(
+        "experts",
+        "native-int16",
+        native_experts.experts,
+        native_experts.refuses_int16,
         native_experts.prepare,
     ),
     Kernel(

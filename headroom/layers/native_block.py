@@ -44,7 +44,7 @@ class NativeBlock:
             sizes=_head_sizes(config),
             scale=config.scale,
             cache=pages.kv,
-            int8=get.case.dtype == "int8",
+            dtype=get.case.dtype,
         )
 
     @part_of_step("fused")

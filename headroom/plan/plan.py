@@ -11,7 +11,7 @@ from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
-from headroom.options import FEATURE_TYPES, MOST_GUESSES, Options
+from headroom.options import FEATURE_TYPES, MOST_GUESSES, ROUNDED_TYPES, Options
 from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
@@ -308,7 +308,7 @@ def _kernels(device: DeviceSpec, options: Options) -> str:
         return "triton" if wanted == "auto" else wanted
     if device.kind != "cpu":
         return "cuda" if wanted == "auto" else wanted
-    computes = wanted != "reference" and options.dtype in (None, "int8", "f32")
+    computes = wanted != "reference" and options.dtype in (None, *ROUNDED_TYPES, "f32")
     return "native" if computes and device.native else "reference"
 
 
@@ -319,9 +319,9 @@ def make_plan(
     features: FeatureRequest | None = None,  # layers whose output rows are kept of every step
 ) -> Plan:
     """Return the best plan that fits, or raise an error that says what would fit."""
-    if options.dtype == "int8" and options.weights == "unpacked":
+    if options.dtype in ROUNDED_TYPES and options.weights == "unpacked":
         raise OptionError(
-            "Unpacked weights are floats, which have no 8-bit products.",
+            f"Unpacked weights are floats, which have no {options.dtype} products.",
             hint="Leave out --weights unpacked, or choose --dtype f32.",
             param="weights",
         )
@@ -331,9 +331,9 @@ def make_plan(
             hint="Leave out --kernels triton, or choose a GPU as --device.",
             param="kernels",
         )
-    if options.dtype == "int8" and not _has_8_bit_products(devices, options):
+    if options.dtype in ROUNDED_TYPES and not _has_rounded_products(devices, options):
         raise OptionError(
-            "8-bit products need the C++ kernels of a CPU, which do not run here.",
+            f"{options.dtype} products need the C++ kernels of a CPU, which do not run here.",
             hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
             param="dtype",
         )
@@ -386,8 +386,8 @@ def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: O
             hint="Choose another quantisation of the model; --kernels reference computes these "
             "experts, far slower.",
         )
-    if options.weights == "packed" or options.dtype == "int8":
-        named = "--weights packed" if options.weights == "packed" else "--dtype int8"
+    if options.weights == "packed" or options.dtype in ROUNDED_TYPES:
+        named = "--weights packed" if options.weights == "packed" else f"--dtype {options.dtype}"
         raise PlanError(
             f"{model.name} has weights of {', '.join(model.unread_types)}, which no product reads "
             "packed.",
@@ -481,7 +481,7 @@ def _has_cold(devices: Sequence[DevicePlan]) -> bool:
     return any(device.hot_experts < device.total_experts for device in devices)
 
 
-def _has_8_bit_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
+def _has_rounded_products(devices: Sequence[DeviceSpec], options: Options) -> bool:
     """Return whether every stage is a CPU with C++ kernels that may be used."""
     stages = [device for device in devices if device.runs_layers]
     return options.kernels == "auto" and all(x.kind == "cpu" and x.native for x in stages)
@@ -550,8 +550,9 @@ def _rounded(kind: StageKind, settings: PlanSettings) -> Iterable[str]:
     for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
         if BY_NAME[name].bytes_for(32) < BY_NAME[kind.policy].bytes_for(32):
             yield f"cached {word} are kept in {name}"
-    if settings.compute_type == "int8":
-        yield "products round their activations to 8 bits per 32 columns"
+    if settings.compute_type in ROUNDED_TYPES:
+        bits = settings.compute_type.removeprefix("int")
+        yield f"products round their activations to {bits} bits per 32 columns"
 
 
 def _notes(problem: PlanProblem, layout: Layout) -> Iterable[str]:
@@ -582,7 +583,7 @@ def _notes(problem: PlanProblem, layout: Layout) -> Iterable[str]:
         if slow and kind.device.kind == "cpu" and kind.compute_type != "f32":
             yield (
                 f"products in {kind.compute_type} run on the slow reference kernels of a CPU; "
-                "its C++ kernels compute in f32 and int8"
+                "its C++ kernels compute in f32, int16 and int8"
             )
 
 

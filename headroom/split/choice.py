@@ -21,7 +21,7 @@ from headroom.machine.readiness import (
 )
 from headroom.machine.targets import is_local, plan_devices
 from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
-from headroom.options import Options
+from headroom.options import ROUNDED_TYPES, Options
 from headroom.plan.layout import DevicePlan
 from headroom.plan.plan import Plan, make_plan
 from headroom.plan.settings import FeatureRequest
@@ -222,8 +222,8 @@ def make_trial_plan(shape: ModelShape, options: Options) -> Plan:
 
 def choose_gpus(options: Options) -> list[str]:
     """Return the names of the GPUs that can run layers, the fastest first; those alike by room."""
-    if options.dtype == "int8":
-        return []  # only CPUs have 8-bit products
+    if options.dtype in ROUNDED_TYPES:
+        return []  # only CPUs have such products
     gpus, chosen = detect_gpus(), []
     for gpu in sorted(gpus, key=lambda gpu: (-(gpu.bandwidth or 0), -gpu.available_bytes)):
         if refusal := _refuse(gpu, options):

@@ -65,22 +65,24 @@ def products(native, ops) -> None:
             x = RANDOM.standard_normal((rows, columns)).astype(np.float32)
             result = np.empty((rows, out), dtype=np.float32)
             scratch = aligned(native.matmul_scratch(rows, columns))
-            for int8 in (False, True):
-                ops.matmul(address(panels), kind, out, columns, address(x), rows, int8,
+            for products, largest in enumerate((None, 32767, 127)):
+                ops.matmul(address(panels), kind, out, columns, address(x), rows, products,
                            address(result), address(scratch), scratch.size)  # fmt: skip
                 # The error of a sum follows the magnitude of its terms, which may cancel.
-                read = rounded(x) if int8 and KINDS[kind][0] > 1 else x.astype(np.float64)
+                read = x.astype(np.float64)
+                if largest and KINDS[kind][0] > 1:
+                    read = rounded(x, largest)
                 terms = np.abs(read) @ np.abs(back.T.astype(np.float64))
                 error = np.abs(result - read @ back.T.astype(np.float64)) / terms
-                assert error.max() < 1e-6, (kind, int8, error.max())
+                assert error.max() < 1e-6, (kind, products, error.max())
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Round rows to 8 bits with one scale per 32 columns."""
+def rounded(x: np.ndarray, largest: int) -> np.ndarray:
+    """Round rows to whole numbers up to `largest` with one scale per 32 columns."""
     blocks = x.reshape(len(x), -1, 32)
     peaks = np.abs(blocks).max(2, keepdims=True)
-    steps = np.round(blocks * (np.float32(127) / peaks)).astype(np.float64)
-    return (steps * (peaks / np.float32(127))).reshape(x.shape)
+    steps = np.round(blocks * (np.float32(largest) / peaks)).astype(np.float64)
+    return (steps * (peaks / np.float32(largest))).reshape(x.shape)
 
 
 def layers(native, ops) -> None:
@@ -99,7 +101,7 @@ def layers(native, ops) -> None:
                                kv_heads, 16)  # fmt: skip
         sizes = (heads, kv_heads, dim, 40)
         layer = native.Layer(views, address(norms), address(norms), 1e-5, sizes,
-                             0.2, cache, kind == 1)  # fmt: skip
+                             0.2, cache, kind % 3)  # fmt: skip
         pages = np.arange(100, dtype=np.int64)
         for table in (
             [(0, 20, 0, 0, -1)],
@@ -138,10 +140,10 @@ def experts(native, ops) -> None:
         x = RANDOM.standard_normal((rows, hidden)).astype(np.float32)
         out = np.empty_like(x)
         scratch = aligned(native.experts_scratch(rows, used, hidden, width, count))
-        for int8 in (False, True):
+        for products in (0, 1, 2):
             native.experts(ops, like, address(table), count, address(ids), address(weights),
-                           (rows, used), address(x), int8, int8, address(out), address(scratch),
-                           scratch.size)  # fmt: skip
+                           (rows, used), address(x), products == 2, products, address(out),
+                           address(scratch), scratch.size)  # fmt: skip
             assert np.isfinite(out).all()
     assert counts.sum() == 41 * used
 

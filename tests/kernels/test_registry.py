@@ -19,12 +19,17 @@ from headroom.kernels.weight import Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
 
 SHARE = 1e-5  # of the largest value of the result: float32 sums in another order
-INNER_ROUNDING = (
-    0.02  # of the result's norm, where values inside an operation are rounded to 8 bits
-)
+# Of the result's norm, where values inside an operation are rounded to so many bits.
+INNER_ROUNDING = {"int8": 0.02, "int16": 1e-4}
+LARGEST = {"int8": 127, "int16": 32767}  # of the whole numbers that activations are rounded to
 
 
 DTYPE_AT = {"matmul": 2, "experts": 5}  # where an operation's arguments name its products' type
+
+
+def rounded_type(kernel: Kernel) -> str:
+    """Return the type that a kernel rounds activations to, or "" if it does not."""
+    return next((name for name in LARGEST if kernel.backend.endswith(name)), "")
 
 
 def own_inputs(kernel: Kernel, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -34,15 +39,15 @@ def own_inputs(kernel: Kernel, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     own = [kernel.prepare(value) if isinstance(value, ExpertTable) else value for value in own]
     if kernel.op in DTYPE_AT:
         place = DTYPE_AT[kernel.op]
-        own[place] = "int8" if kernel.backend.endswith("int8") else own[place]
+        own[place] = rounded_type(kernel) or own[place]
     return tuple(own)
 
 
 def own_case(kernel: Kernel, sized: Sized) -> Sized:
     """Return the case with the kernel's type of products and layout of tables."""
     case = sized.case
-    if kernel.backend.endswith("int8"):
-        case = replace(case, dtype="int8")
+    if dtype := rounded_type(kernel):
+        case = replace(case, dtype=dtype)
     if kernel.op == "embed" and kernel.backend == "native":
         case = replace(case, layout="panels")
     return replace(sized, case=case)
@@ -73,8 +78,9 @@ def test_every_kernel_agrees_with_the_reference_on_every_instruction_set(kernel:
         if kernel.refuses(own_case(kernel, sized).case):
             continue
         theirs = make_inputs(sized)
-        if kernel.op == "matmul" and kernel.backend.endswith("int8"):
-            theirs = (rounded_to_8_bits(theirs[0]), *theirs[1:])
+        dtype = rounded_type(kernel)
+        if kernel.op == "matmul" and dtype:
+            theirs = (rounded(theirs[0], LARGEST[dtype]), *theirs[1:])
         wanted = results(sized, theirs, reference.run(*theirs))
         for isa in MODULE.isas() if MODULE else [""]:
             POOL.set(2, isa=isa)
@@ -82,8 +88,8 @@ def test_every_kernel_agrees_with_the_reference_on_every_instruction_set(kernel:
             for result, expected in zip(
                 results(sized, ours, kernel.run(*ours)), wanted, strict=True
             ):
-                if str(kernel) == "experts-native-int8":
-                    _compare_rounded(sized, result, expected)
+                if kernel.op == "experts" and dtype:
+                    _compare_rounded(sized, result, expected, INNER_ROUNDING[dtype])
                 else:
                     _compare(sized, result, expected)
         compared += 1
@@ -98,10 +104,10 @@ def skip_unless(compared: int, kernel: Kernel) -> None:
         pytest.skip(str(kernel.refuses(own_case(kernel, first).case)))
 
 
-def rounded_to_8_bits(x: torch.Tensor) -> torch.Tensor:
-    """Round activations as a kernel with 8-bit activations does: 255 steps per 32 columns."""
+def rounded(x: torch.Tensor, largest: int) -> torch.Tensor:
+    """Round activations to whole numbers up to `largest`, with one step for 32 columns."""
     blocks = x.reshape(len(x), x.shape[1] // 32, 32)
-    step = blocks.abs().amax(-1, keepdim=True) / 127
+    step = blocks.abs().amax(-1, keepdim=True) / largest
     return (torch.round(blocks / step) * step).reshape(x.shape)
 
 
@@ -115,9 +121,11 @@ def _compare(sized: Sized, result: torch.Tensor, expected: torch.Tensor) -> None
     assert float((result.float() - expected.float()).abs().max()) <= SHARE * largest, sized
 
 
-def _compare_rounded(sized: Sized, result: torch.Tensor, expected: torch.Tensor) -> None:
+def _compare_rounded(
+    sized: Sized, result: torch.Tensor, expected: torch.Tensor, share: float
+) -> None:
     assert result.shape == expected.shape, sized
-    assert float((result - expected).norm()) <= INNER_ROUNDING * float(expected.norm()), sized
+    assert float((result - expected).norm()) <= share * float(expected.norm()), sized
 
 
 # The arguments of an operation that have one entry per row. Operations over spans of rows are

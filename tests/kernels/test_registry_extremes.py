@@ -11,7 +11,7 @@ from headroom.kernels.ops import Kernel, Span
 from headroom.kernels.registry import KERNELS as ALL_KERNELS
 from headroom.kernels.weight import Weight
 from tests.kernels.cases import Sized, all_cases, make_inputs
-from tests.kernels.test_registry import own_case, own_inputs, results
+from tests.kernels.test_registry import own_case, own_inputs, results, rounded_type
 
 # The CPU's kernels; Triton's are in test_triton.py.
 KERNELS = [kernel for kernel in ALL_KERNELS if not kernel.backend.startswith(("cuda", "triton"))]
@@ -97,8 +97,8 @@ def test_results_scale_with_inputs_of_any_magnitude(kernel: Kernel, isa: str) ->
         for scale in SCALES:
             wanted = result * scale
             got = kernel.run(x * scale, *rest).double()
-            # Below the normal range a float has steps of 1.4e-45, and no 8 bits can be had of it.
-            tiny = 1e-36 if kernel.backend.endswith("int8") else 1e-43 * x.shape[-1]
+            # Below the normal range a float has steps of 1.4e-45, and no scale of 8 or 16 bits.
+            tiny = {"int8": 1e-36, "int16": 1e-33}.get(rounded_type(kernel), 1e-43 * x.shape[-1])
             allowed = 1e-6 * float(wanted.abs().max()) + tiny
             assert float((got - wanted).abs().max()) <= allowed, (sized, scale)
 

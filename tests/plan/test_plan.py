@@ -527,15 +527,25 @@ def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_to
     assert (len(plan.lossy) == 2) == (kv_type != "f16")
 
 
-def test_8_bit_products_without_cpp_kernels_are_refused_before_anything_is_sized() -> None:
-    told = r"8-bit products need the C\+\+ kernels of a CPU, which do not run here\."
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_rounded_products_without_cpp_kernels_are_refused_before_anything_is_sized(
+    dtype: str,
+) -> None:
+    told = rf"{dtype} products need the C\+\+ kernels of a CPU, which do not run here\."
     with pytest.raises(OptionError, match=told):
-        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", kernels="reference"))
+        make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))
     with pytest.raises(OptionError, match=told):
-        make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype="int8"))
+        make_plan([smollm2()], [replace(cpu(8), native=False)], Options(dtype=dtype))
     floats = r"Unpacked weights are floats, which .* Leave out --weights unpacked, or choose --dty"
     with pytest.raises(OptionError, match=floats):
-        make_plan([smollm2()], [cpu(8)], Options(dtype="int8", weights="unpacked"))
+        make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, weights="unpacked"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16"])
+def test_rounded_products_are_named_as_lossy(dtype: str) -> None:
+    plan = make_plan([smollm2()], [replace(cpu(8), native=True)], Options(dtype=dtype))
+    assert plan.settings.compute_type == dtype
+    assert f"products round their activations to {dtype[3:]} bits per 32 columns" in plan.lossy
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("f16", True), ("f32", False)])
@@ -543,7 +553,7 @@ def test_types_without_cpp_kernels_are_noted_as_slow(dtype: str, told: bool) -> 
     plan = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype))
     note = (
         f"products in {dtype} run on the slow reference kernels of a CPU; its C++ kernels "
-        "compute in f32 and int8"
+        "compute in f32, int16 and int8"
     )
     assert (note in plan.notes) == told
     asked = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))

@@ -30,6 +30,12 @@ Kind checked_kind(int kind) {
     return static_cast<Kind>(kind);
 }
 
+Products checked_products(int products) {
+    if (products < 0 || products > static_cast<int>(Products::int8))
+        throw std::invalid_argument("products " + std::to_string(products) + " are unknown");
+    return static_cast<Products>(products);
+}
+
 Matrix make_matrix(Address data, int kind, int64_t rows, int64_t columns, bool tiles = false) {
     if (tiles && checked_kind(kind) == F32) throw std::invalid_argument("F32 weights have no tiles");
     return {at<const uint8_t>(data), checked_kind(kind), rows, columns, tiles};
@@ -64,7 +70,7 @@ KvCache make_cache(Address keys, int k_kind, int64_t k_head_bytes, Address value
 struct Layer {
     LayerWeights weights;
     KvCache cache;
-    bool int8;
+    Products products;
 };
 
 void bind_ops(nb::module_& m) {
@@ -91,10 +97,11 @@ void bind_ops(nb::module_& m) {
             return self.read_bytes(at<const uint8_t>(data), bytes);
         })
         .def("matmul", [](Ops& self, Address data, int kind, int64_t rows, int64_t columns, Address x,
-                          int64_t count, bool int8, Address out, Address scratch, size_t bytes) {
+                          int64_t count, int products, Address out, Address scratch, size_t bytes) {
             const Matrix w = make_matrix(data, kind, rows, columns);
+            const Products kind_of = checked_products(products);
             nb::gil_scoped_release released;
-            self.matmul(w, at<const float>(x), count, int8, at<float>(out),
+            self.matmul(w, at<const float>(x), count, kind_of, at<float>(out),
                         Lent{scratch, bytes}.open());
         })
         .def("write_kv", [](Ops& self, const KvCache& cache, int64_t kv_heads, int64_t dim,
@@ -229,12 +236,12 @@ NB_MODULE(_native, m) {
     nb::class_<Layer>(m, "Layer")
         .def("__init__", [](Layer* self, std::vector<Matrix> w, Address attention_norm,
                             Address ffn_norm, float eps, std::array<int64_t, 4> sizes, float scale,
-                            const KvCache& cache, bool int8) {
+                            const KvCache& cache, int products) {
             if (w.size() != 7) throw std::invalid_argument("a layer has seven matrices");
             new (self) Layer{{w[0], w[1], w[2], w[3], w[4], w[5], w[6],
                               at<const float>(attention_norm), at<const float>(ffn_norm), eps,
                               {sizes[0], sizes[1], sizes[2], sizes[3], scale}},
-                             cache, int8};
+                             cache, checked_products(products)};
         })
         .def("scratch_bytes", [](const Layer& self, Ops& ops, std::array<int64_t, 2> sizes,
                                  Address table, int64_t count) {
@@ -249,17 +256,18 @@ NB_MODULE(_native, m) {
             nb::gil_scoped_release released;
             const StepView step{sizes[0], sizes[1], at<const float>(cos), at<const float>(sin),
                                 at<const int64_t>(slots), spans.data(), count};
-            ops.layer(self.weights, self.cache, step, self.int8, at<float>(x),
+            ops.layer(self.weights, self.cache, step, self.products, at<float>(x),
                       Lent{scratch, bytes}.open());
         });
     m.def("experts", [](Ops& ops, std::vector<Matrix> like, Address table, int64_t expert_count,
                         Address ids, Address weights, std::array<int64_t, 2> sizes, Address x,
-                        bool gelu, bool int8, Address out, Address scratch, size_t bytes) {
+                        bool gelu, int products, Address out, Address scratch, size_t bytes) {
         if (like.size() != 3) throw std::invalid_argument("an expert has three matrices");
+        const Products kind_of = checked_products(products);
         nb::gil_scoped_release released;
         ops.experts(like[0], like[1], like[2], at<const ExpertWeights>(table), expert_count,
                     at<const int32_t>(ids), at<const float>(weights), sizes[1], at<const float>(x),
-                    sizes[0], gelu ? Gate::gelu : Gate::silu, int8, at<float>(out),
+                    sizes[0], gelu ? Gate::gelu : Gate::silu, kind_of, at<float>(out),
                     Lent{scratch, bytes}.open());
     });
     m.def("experts_scratch", &Ops::experts_scratch, "tokens"_a, "per_token"_a, "hidden"_a, "width"_a,

@@ -27,10 +27,10 @@ size_t Ops::experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, i
 }
 
 // Copies each pick's row of x, in the sorted order, and prepares it.
-Ops::Input Ops::gather_picks(const float* x, int64_t hidden, const Picks& picks, bool int8,
+Ops::Input Ops::gather_picks(const float* x, int64_t hidden, const Picks& picks, Form form,
                              Scratch& scratch) {
     float* rows = scratch.take<float>(picks.count * hidden);
-    const Input input = prepare(rows, picks.count, hidden, form_of(int8), scratch);
+    const Input input = prepare(rows, picks.count, hidden, form, scratch);
     pool_.parallel(picks.count, 4, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
             std::memcpy(rows + i * hidden, x + picks.token(i) * hidden, hidden * sizeof(float));
@@ -55,7 +55,7 @@ Ops::Input Ops::wide_picks(const float* x, int64_t tokens, int64_t hidden, const
 void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
                   const ExpertWeights* table, int64_t expert_count, const int32_t* ids,
                   const float* weights, int64_t per_token, const float* x, int64_t tokens, Gate act,
-                  bool int8, float* out, Scratch scratch) {
+                  Products products, float* out, Scratch scratch) {
     const int64_t hidden = gate.columns, width = gate.rows, asked = tokens * per_token;
     // Sort the picks by expert: starts[e] .. starts[e + 1] are those of expert e, tokens in order.
     int32_t* starts = scratch.take<int32_t>(expert_count + 1);
@@ -81,11 +81,12 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
 
     float* inner = scratch.take<float>(picks * width);
     const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // gate and up share one prepared input
-    const bool wide = gate.tiles && !int8 && packed && !is_plain(down.kind) && kernels_.tile_wide;
+    const bool wide = gate.tiles && products == Products::int16 && packed && !is_plain(down.kind) &&
+                      kernels_.tile_wide;
     const Input in = wide ? wide_picks(x, tokens, hidden, {order, picks, per_token}, scratch)
-                          : gather_picks(x, hidden, {order, picks, per_token}, int8 && packed, scratch);
+                          : gather_picks(x, hidden, {order, picks, per_token}, form_of(products, packed), scratch);
     const Input inner_in = prepare(
-        inner, picks, width, wide ? Form::wide : form_of(int8 && !is_plain(down.kind)), scratch);
+        inner, picks, width, wide ? Form::wide : form_of(products, !is_plain(down.kind)), scratch);
     const auto matrix_of = [](const Matrix& like, const uint8_t* data) {
         return Matrix{data, like.kind, like.rows, like.columns, like.tiles};
     };

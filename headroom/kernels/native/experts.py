@@ -8,7 +8,7 @@ import torch
 from headroom.formats.quants import QuantType
 from headroom.kernels.native import matmul
 from headroom.kernels.native.memory import WEIGHTS
-from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.native.module import MODULE, POOL, PRODUCTS
 from headroom.kernels.native.scratch import experts_scratch
 from headroom.kernels.ops import Case, ExpertTable, Picks
 from headroom.kernels.weight import PLAIN_TYPES
@@ -49,17 +49,26 @@ class PanelTable:
 
 def refuses_int8(case: Case) -> str | None:
     """Return why a case cannot run with 8-bit activations; None if it can."""
-    if case.dtype != "int8":
-        return f"computes in int8, not {case.dtype}"
+    return _refuses_rounded(case, "int8")
+
+
+def refuses_int16(case: Case) -> str | None:
+    """Return why a case cannot run with 16-bit activations; None if it can."""
+    return _refuses_rounded(case, "int16")
+
+
+def _refuses_rounded(case: Case, dtype: str) -> str | None:
+    if case.dtype != dtype:
+        return f"computes in {dtype}, not {case.dtype}"
     if all(kind.name in PLAIN_TYPES for kind in case.experts):
-        return "plain weights are not multiplied with 8-bit activations"
+        return "plain weights are not multiplied with rounded activations"
     return _refuses_kinds(case)
 
 
 def refuses_f32(case: Case) -> str | None:
     """Return why a case cannot run with float activations; None if it can."""
     packed = any(kind.name not in PLAIN_TYPES for kind in case.experts)
-    if case.dtype not in ("f32", "int8") or (case.dtype == "int8" and packed):
+    if case.dtype not in PRODUCTS or (case.dtype != "f32" and packed):
         return f"computes in f32, not {case.dtype}"
     return _refuses_kinds(case)
 
@@ -129,7 +138,7 @@ def experts_into(
     ]
     MODULE.experts(
         POOL.ops, like, table.addresses.data_ptr(), len(table.addresses), ids.data_ptr(),
-        weights.data_ptr(), tuple(ids.shape), x.data_ptr(), activation == "gelu", dtype == "int8",
+        weights.data_ptr(), tuple(ids.shape), x.data_ptr(), activation == "gelu", PRODUCTS[dtype],
         out.data_ptr(), scratch.data_ptr(), scratch.numel(),
     )  # fmt: skip
 

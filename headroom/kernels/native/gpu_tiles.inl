@@ -33,6 +33,38 @@ inline uint32_t word_at(const uint8_t* p, int index) {
 }
 inline void put_word(uint8_t* p, int index, uint32_t word) { std::memcpy(p + 4 * index, &word, 4); }
 
+#if defined(__AVX2__)
+// Transposes 8 x 8 words.
+inline void transpose_eight(__m256i* rows) {
+    __m256i a[8], b[8];
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i)
+        for (int j = 0; j < 2; ++j) {
+            b[4 * i + 2 * j] = _mm256_unpacklo_epi64(a[4 * i + j], a[4 * i + j + 2]);
+            b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(a[4 * i + j], a[4 * i + j + 2]);
+        }
+    for (int c = 0; c < 4; ++c) {
+        rows[c] = _mm256_permute2x128_si256(b[c], b[c + 4], 0x20);
+        rows[c + 4] = _mm256_permute2x128_si256(b[c], b[c + 4], 0x31);
+    }
+}
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Transposes words [g][16] into sixteen vectors of the eight words of all g.
+inline void turn_lanes(const uint8_t* lanes, __m256i* out) {
+    for (int part = 0; part < 2; ++part) {
+        for (int g = 0; g < 8; ++g)
+            out[8 * part + g] =
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 64 * g + 32 * part));
+        transpose_eight(out + 8 * part);
+    }
+}
+#endif
+
 #if defined(__AVX512F__)
 // Transposes words [g][t][x][y] (vector z[g]) into vectors out[x][t] of sixteen words [y][g].
 inline void rows_together(const __m512i* z, __m512i (*out)[4]) {
@@ -76,6 +108,24 @@ inline void four_bit_pair(const uint8_t* pair, uint8_t* cells) {
             _mm512_storeu_si512(cells + 256 * b + 64 * i, lows);
             _mm512_storeu_si512(cells + 256 * b + 64 * (i + 2), highs);
         }
+#elif defined(__AVX2__)
+    __m256i turned[16];  // [t][b][h]
+    turn_lanes(pair, turned);
+    const __m256i mask = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(-16);
+    for (int b = 0; b < 2; ++b)
+        for (int i = 0; i < 2; ++i)
+            for (int h = 0; h < 2; ++h) {
+                const __m256i first = turned[8 * i + 2 * b + h], second = turned[8 * i + 4 + 2 * b + h];
+                const __m256i lows =
+                    _mm256_or_si256(_mm256_and_si256(first, mask),
+                                    _mm256_and_si256(_mm256_slli_epi16(second, 4), upper));
+                const __m256i highs =
+                    _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(first, 4), mask),
+                                    _mm256_and_si256(second, upper));
+                uint8_t* cell = cells + 256 * b + 64 * i + 32 * h;
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(cell), lows);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(cell + 128), highs);
+            }
 #else
     constexpr uint32_t MASK = 0x0F0F0F0Fu;
     for (int b = 0; b < 2; ++b)
@@ -100,6 +150,13 @@ inline void eight_bit_block(const uint8_t* block, uint8_t* cell) {
     const __m512i sign = _mm512_set1_epi8(-128);
     for (int i = 0; i < 8; ++i)
         _mm512_storeu_si512(cell + 64 * i, _mm512_xor_si512(turned[i / 4][i % 4], sign));
+#elif defined(__AVX2__)
+    __m256i turned[16];  // [t][h][half]
+    turn_lanes(block, turned);
+    for (int i = 0; i < 16; ++i)
+        _mm256_storeu_si256(
+            reinterpret_cast<__m256i*>(cell + 256 * (i % 2) + 64 * (i / 4) + 32 * (i / 2 % 2)),
+            _mm256_xor_si256(turned[i], _mm256_set1_epi8(-128)));
 #else
     for (int row = 0; row < PANEL_ROWS; ++row)
         for (int half = 0; half < 2; ++half)
@@ -111,26 +168,15 @@ inline void eight_bit_block(const uint8_t* block, uint8_t* cell) {
 
 // Transposes `words [g][t][n]` into `out [t][n][g]`.
 template <int n> inline void lanes_together(const uint8_t* words, uint32_t* out) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     // 8 x 8 words at a time: all g, and eight consecutive places of [t][n].
     for (int first = 0; first < 4 * n; first += 8) {
-        __m256i r[8], a[8], b[8];
+        __m256i rows[8];
         for (int g = 0; g < 8; ++g)
-            r[g] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + 4 * (4 * n * g + first)));
-        for (int i = 0; i < 4; ++i) {
-            a[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-            a[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-        }
-        for (int i = 0; i < 2; ++i)
-            for (int j = 0; j < 2; ++j) {
-                b[4 * i + 2 * j] = _mm256_unpacklo_epi64(a[4 * i + j], a[4 * i + j + 2]);
-                b[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(a[4 * i + j], a[4 * i + j + 2]);
-            }
-        for (int c = 0; c < 4; ++c) {
-            __m256i* to = reinterpret_cast<__m256i*>(out + 8 * (first + c));
-            _mm256_storeu_si256(to, _mm256_permute2x128_si256(b[c], b[c + 4], 0x20));
-            _mm256_storeu_si256(to + 4, _mm256_permute2x128_si256(b[c], b[c + 4], 0x31));
-        }
+            rows[g] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + 4 * (4 * n * g + first)));
+        transpose_eight(rows);
+        for (int c = 0; c < 8; ++c)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8 * (first + c)), rows[c]);
     }
 #else
     for (int g = 0; g < 8; ++g)
@@ -148,12 +194,21 @@ inline void fifth_bits(const uint8_t* high, int cells, uint8_t* masks) {
             for (int t = 0; t < 4; ++t) {
                 const uint32_t* eight = words + 8 * (4 * t + b / 2);
                 uint64_t mask = 0;
+#if defined(__AVX2__)
+                const __m256i all = _mm256_load_si256(reinterpret_cast<const __m256i*>(eight));
+                for (int h = 0; h < 2; ++h) {  // the bit of each byte becomes its highest one
+                    const __m128i by = _mm_cvtsi32_si128(7 - (4 * (b % 2) + 2 * h + half));
+                    const int bits = _mm256_movemask_epi8(_mm256_sll_epi32(all, by));
+                    mask |= static_cast<uint64_t>(static_cast<uint32_t>(bits)) << 32 * h;
+                }
+#else
                 for (int g = 0; g < 8; ++g)
                     for (int h = 0; h < 2; ++h) {
                         const uint32_t bits = eight[g] >> (4 * (b % 2) + 2 * h + half) & 0x01010101u;
                         // The multiplication gathers the lowest bit of each byte into four adjacent bits.
                         mask |= static_cast<uint64_t>(bits * 0x01020408u >> 24 & 15) << (4 * (8 * h + g));
                     }
+#endif
                 std::memcpy(masks + 64 * b + 8 * (4 * half + t), &mask, 8);
             }
 }
@@ -176,6 +231,19 @@ inline void two_more_bits(const uint8_t* high, int cells, uint8_t* out) {
                 joined = _mm512_or_si512(joined, _mm512_sll_epi32(two, _mm_cvtsi32_si128(2 * t)));
             }
             _mm512_storeu_si512(out + 128 * b + 64 * half, joined);
+#elif defined(__AVX2__)
+            for (int h = 0; h < 2; ++h) {
+                __m256i joined = _mm256_setzero_si256();
+                for (int t = 0; t < 4; ++t) {
+                    const __m256i w = _mm256_load_si256(
+                        reinterpret_cast<const __m256i*>(words + 8 * (8 * t + b)));
+                    const __m256i two = _mm256_and_si256(
+                        _mm256_srl_epi32(w, _mm_cvtsi32_si128(4 * h + 2 * half)), _mm256_set1_epi8(3));
+                    joined = _mm256_or_si256(joined, _mm256_sll_epi32(two, _mm_cvtsi32_si128(2 * t)));
+                }
+                _mm256_storeu_si256(
+                    reinterpret_cast<__m256i*>(out + 128 * b + 64 * half + 32 * h), joined);
+            }
 #else
             for (int row = 0; row < PANEL_ROWS; ++row) {
                 uint32_t four = 0;

@@ -1,8 +1,10 @@
 // Which instruction sets this CPU can run.
 #include <cstring>
 
-#if defined(HEADROOM_AMX)
+#if defined(HEADROOM_X86)
 #include <cpuid.h>
+#endif
+#if defined(HEADROOM_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -17,6 +19,15 @@ bool runs_avx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("f16c");
 }
+
+#if defined(HEADROOM_AVXVNNI)
+// The 256-bit dot products of CPUs that may lack AVX-512. The compilers' names for it are recent.
+bool runs_avxvnni() {
+    constexpr unsigned AVX_VNNI = 1 << 4;  // bit of CPUID leaf 7, subleaf 1, eax
+    unsigned a, b, c, d;
+    return runs_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVX_VNNI);
+}
+#endif
 
 bool runs_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -47,6 +58,9 @@ const Kernels* find_kernels(const char* name) {
     if (amx && !std::strcmp(name, "amx")) return &amx_kernels();
 #endif
     if (!std::strcmp(name, "avx512") && runs_avx512()) return &AVX512_KERNELS;
+#if defined(HEADROOM_AVXVNNI)
+    if (!std::strcmp(name, "avxvnni") && runs_avxvnni()) return &AVXVNNI_KERNELS;
+#endif
     if (!std::strcmp(name, "avx2") && runs_avx2()) return &AVX2_KERNELS;
 #endif
     return std::strcmp(name, "portable") ? nullptr : &PORTABLE_KERNELS;

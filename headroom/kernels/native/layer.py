@@ -8,7 +8,7 @@ import torch
 
 from headroom.formats.quants import QuantType
 from headroom.kernels.native import attention, matmul
-from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.native.module import MODULE, POOL, PRODUCTS
 from headroom.kernels.ops import Case, PagedKv, Span
 from headroom.kernels.weight import Weight
 
@@ -58,7 +58,7 @@ class NativeLayer:
         sizes: HeadSizes,
         scale: float,
         cache: PagedKv,
-        int8: bool,
+        dtype: str,  # of the products, as in Case
     ) -> None:
         # The C++ object holds addresses only.
         self._kept = (matrices, attention_norm, ffn_norm, cache)
@@ -70,7 +70,7 @@ class NativeLayer:
             sizes,
             scale,
             attention.cache_view(cache),
-            int8,
+            PRODUCTS[dtype],
         )
 
     def run(
@@ -93,8 +93,8 @@ class NativeLayer:
 def refuses(case: Case, quants: Sequence[QuantType], sizes: HeadSizes) -> str | None:
     """Return why a layer with these weight types and head sizes cannot run here; None if it can."""
     group = sizes.heads // sizes.kv_heads
-    if case.dtype not in ("int8", "f32"):
-        return f"computes in int8 or f32, not {case.dtype}"
+    if case.dtype not in PRODUCTS:
+        return f"computes in {', '.join(PRODUCTS)}, not {case.dtype}"
     if group > MAX_GROUP or sizes.dim > MAX_DIM:
         return f"{group} query heads per KV head of {sizes.dim} values are too many"
     reasons = [matmul.refuses(replace(case, quant=quant)) for quant in quants]

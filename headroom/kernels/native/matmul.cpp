@@ -16,16 +16,20 @@ int64_t Ops::panel_grain(const Matrix& w) const {
 }
 
 size_t Ops::matmul_scratch(int64_t rows, int64_t columns) {
-    return Scratch::size(rows * columns) + Scratch::size(rows * (columns / CELL) * 4) +
+    return Scratch::size(2 * rows * columns) + Scratch::size(rows * (columns / CELL) * 4) +
            Scratch::size(rows * (columns / 16) * 4);
 }
 
 Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch) {
-    Input input{form, {}, nullptr, {x, nullptr}, rows, columns};
+    Input input{form, {}, {}, nullptr, {x, nullptr}, rows, columns};
     if (form == Form::wide) {
         WideRecord* records = scratch.take<WideRecord>(rows * wide_records(columns));
         input.wide = scratch.take<const WideRecord*>(rows);
         for (int64_t row = 0; row < rows; ++row) input.wide[row] = records + row * wide_records(columns);
+    } else if (form == Form::int16) {
+        input.words.values = scratch.take<int16_t>(rows * columns);
+        input.words.scales = scratch.take<float>(rows * (columns / CELL));
+        input.words.sums = scratch.take<int32_t>(rows * (columns / 16));
     } else if (form == Form::int8) {
         input.quantised.values = scratch.take<int8_t>(rows * columns);
         input.quantised.scales = scratch.take<float>(rows * (columns / CELL));
@@ -40,6 +44,10 @@ void Ops::prepare_row(const Input& input, int64_t row) {
     const float* x = input.floats.values + row * input.columns;
     if (input.form == Form::wide)
         kernels_.widen(x, input.columns, const_cast<WideRecord*>(input.wide[row]));
+    else if (input.form == Form::int16)
+        kernels_.quantise_words(x, input.columns, input.words.values + row * input.columns,
+                                input.words.scales + row * (input.columns / CELL),
+                                input.words.sums + row * (input.columns / 16));
     else if (input.form == Form::int8)
         kernels_.quantise(x, input.columns, input.quantised.values + row * input.columns,
                           input.quantised.scales + row * (input.columns / CELL),
@@ -59,7 +67,8 @@ void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) 
         kernels_.tile_to_panel(w.kind, w.columns, w.data + at, turned);
         return panel({turned, w.kind, PANEL_ROWS, w.columns}, 0, input, out);
     }
-    if (input.form == Form::int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
+    if (input.form == Form::int16) kernels_.panel_int16(w, index, input.words, input.rows, out);
+    else if (input.form == Form::int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
     else kernels_.panel_float(w, index, input.floats, input.rows, out);
 }
 
@@ -92,6 +101,10 @@ Ops::Input Ops::rows_of(const Input& input, int64_t row, int64_t rows) {
     part.floats.values += row * input.columns;
     if (input.form == Form::wide) {
         part.wide += row;
+    } else if (input.form == Form::int16) {
+        part.words.values += row * input.columns;
+        part.words.scales += row * (input.columns / CELL);
+        part.words.sums += row * (input.columns / 16);
     } else if (input.form == Form::int8) {
         part.quantised.values += row * input.columns;
         part.quantised.scales += row * (input.columns / CELL);
@@ -102,9 +115,9 @@ Ops::Input Ops::rows_of(const Input& input, int64_t row, int64_t rows) {
     return part;
 }
 
-void Ops::matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out,
+void Ops::matmul(const Matrix& w, const float* x, int64_t rows, Products products, float* out,
                  Scratch scratch) {
-    const Input input = prepare(x, rows, w.columns, form_of(int8 && !is_plain(w.kind)), scratch);
+    const Input input = prepare(x, rows, w.columns, form_of(products, !is_plain(w.kind)), scratch);
     prepare_rows(input);
     project(w, input, out, false);
 }

@@ -1,4 +1,4 @@
-"""Products with packed weights on the CPU, with 8-bit or float activations; embedding rows."""
+"""Products with packed weights on the CPU, of 8-bit, 16-bit or float activations; embeddings."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import torch
 
 from headroom.kernels.native import module
 from headroom.kernels.native.memory import WEIGHTS
-from headroom.kernels.native.module import MODULE, POOL
+from headroom.kernels.native.module import MODULE, POOL, PRODUCTS
 from headroom.kernels.native.scratch import matmul_scratch
 from headroom.kernels.ops import Case
 from headroom.kernels.types import PRODUCT_TYPES
@@ -17,18 +17,25 @@ PANELS = "panels"  # the layout of weights that the C++ kernels read; see panels
 
 def refuses_int8(case: Case) -> str | None:
     """Return why a case cannot run with 8-bit activations; None if it can."""
-    if case.dtype != "int8":
-        return f"computes in int8, not {case.dtype}"
+    return _refuses_rounded(case, "int8")
+
+
+def refuses_int16(case: Case) -> str | None:
+    """Return why a case cannot run with 16-bit activations; None if it can."""
+    return _refuses_rounded(case, "int16")
+
+
+def _refuses_rounded(case: Case, dtype: str) -> str | None:
+    if case.dtype != dtype:
+        return f"computes in {dtype}, not {case.dtype}"
     if case.quant.name in PLAIN_TYPES:
-        return f"{case.quant} weights are not multiplied with 8-bit activations"
+        return f"{case.quant} weights are not multiplied with rounded activations"
     return refuses(case)
 
 
 def refuses_f32(case: Case) -> str | None:
     """Return why a case cannot run with float activations; None if it can."""
-    if case.dtype not in ("f32", "int8") or (
-        case.dtype == "int8" and case.quant.name not in PLAIN_TYPES
-    ):
+    if case.dtype not in PRODUCTS or (case.dtype != "f32" and case.quant.name not in PLAIN_TYPES):
         return f"computes in f32, not {case.dtype}"
     return refuses(case)
 
@@ -63,14 +70,21 @@ def matmul_int8(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return `x` times the weight's transpose; `x` is rounded to 8 bits per 32 columns."""
-    return _matmul(x, weight, out, int8=True)
+    return _matmul(x, weight, out, PRODUCTS["int8"])
+
+
+def matmul_int16(
+    x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `x` times the weight's transpose; `x` is rounded to 16 bits per 32 columns."""
+    return _matmul(x, weight, out, PRODUCTS["int16"])
 
 
 def matmul_f32(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return `x` times the weight's transpose in float32."""
-    return _matmul(x, weight, out, int8=False)
+    return _matmul(x, weight, out, PRODUCTS["f32"])
 
 
 def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
@@ -87,10 +101,10 @@ def embed(ids: torch.Tensor, table: Weight, out: torch.Tensor) -> torch.Tensor:
 
 
 def _matmul(
-    x: torch.Tensor, weight: Weight, out: torch.Tensor | None, *, int8: bool
+    x: torch.Tensor, weight: Weight, out: torch.Tensor | None, products: int
 ) -> torch.Tensor:
     if out is not None and not out.is_contiguous():
-        return out.copy_(_matmul(x, weight, None, int8=int8))
+        return out.copy_(_matmul(x, weight, None, products))
     x = x.contiguous()
     rows = x.shape[0]
     out = torch.empty(rows, weight.rows) if out is None else out
@@ -99,7 +113,7 @@ def _matmul(
     scratch = torch.empty(scratch_bytes, dtype=torch.uint8)
     POOL.ops.matmul(
         weight.data.data_ptr(), weight.quant.ggml_id, weight.rows, weight.columns, x.data_ptr(),
-        rows, int8, out.data_ptr(), scratch.data_ptr(), scratch_bytes,
+        rows, products, out.data_ptr(), scratch.data_ptr(), scratch_bytes,
     )  # fmt: skip
     return out
 

@@ -33,12 +33,12 @@ def measure_kernels() -> Iterator[Measured]:
     bandwidth = read_bandwidth()
     yield Measured("read", bandwidth, 1.0)
     for name in MEASURED_TYPES:
-        for int8 in (True, False) if BY_NAME[name].block > 1 else (False,):
-            speed = product_speed(BY_NAME[name], int8=int8)
-            label = f"{name} x {'int8' if int8 else 'f32'}, one row"
-            yield Measured(label, speed, speed / bandwidth)
-    speed = expert_speed()
-    yield Measured("experts q4_k/q6_k x int8, one token", speed, speed / bandwidth)
+        for products in _RUN if BY_NAME[name].block > 1 else ("f32",):
+            speed = product_speed(BY_NAME[name], products)
+            yield Measured(f"{name} x {products}, one row", speed, speed / bandwidth)
+    for products in ("int8", "int16"):
+        speed = expert_speed(products)
+        yield Measured(f"experts q4_k/q6_k x {products}, one token", speed, speed / bandwidth)
 
 
 def read_bandwidth() -> float:
@@ -47,7 +47,10 @@ def read_bandwidth() -> float:
     return best_speed(lambda: POOL.ops.read_bytes(data.data_ptr(), len(data)), len(data))
 
 
-def product_speed(quant: QuantType, *, int8: bool) -> float:
+_RUN = {"int8": matmul.matmul_int8, "int16": matmul.matmul_int16, "f32": matmul.matmul_f32}
+
+
+def product_speed(quant: QuantType, products: str) -> float:
     """Return the speed of one-row products, in GB/s of weights."""
     size = MODULE.panel_bytes(quant.ggml_id, SIZE, SIZE)
     count = TOUCHED_BYTES // size
@@ -57,7 +60,7 @@ def product_speed(quant: QuantType, *, int8: bool) -> float:
         for first in range(0, count * size, size)
     ]
     x = torch.randn(1, SIZE)
-    run = matmul.matmul_int8 if int8 else matmul.matmul_f32
+    run = _RUN[products]
 
     def multiply() -> None:
         for weight in weights:
@@ -82,11 +85,10 @@ def expert_bytes() -> int:
     return sum(sizes)
 
 
-def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
+def expert_speed(products: str, *, tiles: bool = False) -> float:
     """Return the speed of one token's experts in one layer, in GB/s of weights.
 
     `tiles`: the weights are in the GPU's tiles, which take as many bytes as panels at these sizes.
-    `int8`: activations are rounded to 8 bits.
     """
     layer = replace(_layer(EXPERTS), tiles=tiles)
     one = layer.blobs.shape[1]
@@ -96,7 +98,7 @@ def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
 
     def answer() -> None:
         for ids in picks:
-            experts.experts(x, ids, weights, layer, "silu", "int8" if int8 else "f32")
+            experts.experts(x, ids, weights, layer, "silu", products)
 
     return best_speed(answer, rounds * EXPERTS_USED * one)
 
@@ -104,14 +106,14 @@ def expert_speed(*, tiles: bool = False, int8: bool = True) -> float:
 def expert_flops() -> float:
     """Return the floating-point operations per second of experts in tiles with eight rows each.
 
-    This is how the CPU computes its share of a prompt: with float activations.
+    This is how the CPU computes its share of a prompt: with 16-bit activations.
     """
     layer = replace(_layer(PROMPT_ROWS), tiles=True)
     x, weights = torch.randn(PROMPT_ROWS, HIDDEN), torch.rand(PROMPT_ROWS, EXPERTS_USED)
     row, pick = torch.arange(PROMPT_ROWS)[:, None], torch.arange(EXPERTS_USED)
     ids = ((row + pick * EXPERTS_USED) % PROMPT_ROWS).int()  # every expert is picked equally often
     work = 6 * WIDTH * HIDDEN * ids.numel()  # three products, a multiplication and an addition each
-    return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "f32"), work)
+    return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "int16"), work)
 
 
 def _layer(count: int) -> experts.PanelTable:

@@ -48,7 +48,7 @@ size_t Ops::layer_scratch(const LayerWeights& w, const StepView& step) {
            attention_scratch(w.attention, step.spans, step.span_count);
 }
 
-void Ops::layer(const LayerWeights& w, const KvCache& cache, const StepView& step, bool int8,
+void Ops::layer(const LayerWeights& w, const KvCache& cache, const StepView& step, Products products,
                 float* x, Scratch scratch) {
     const int64_t hidden = w.q.columns, rows = step.rows, width = w.gate.rows;
     const AttentionShape& shape = w.attention;
@@ -59,7 +59,7 @@ void Ops::layer(const LayerWeights& w, const KvCache& cache, const StepView& ste
     float* mixed = scratch.take<float>(rows * w.q.rows);
     float* inner = scratch.take<float>(rows * width);
 
-    const Input attention_in = prepare(normed, rows, hidden, form_of(int8 && !is_plain(w.q.kind)), scratch);
+    const Input attention_in = prepare(normed, rows, hidden, form_of(products, !is_plain(w.q.kind)), scratch);
     norm_rows(x, w.attention_norm, w.eps, normed, attention_in);
     const Matrix* projections[3] = {&w.q, &w.k, &w.v};
     float* outputs[3] = {queries, keys, values};
@@ -76,14 +76,14 @@ void Ops::layer(const LayerWeights& w, const KvCache& cache, const StepView& ste
     write_kv(cache, shape.kv_heads, shape.dim, step.slots, keys, values, rows);
     attention(shape, cache, queries, step.spans, step.span_count, mixed, scratch);
 
-    const Input mixed_in = prepare(mixed, rows, w.q.rows, form_of(int8 && !is_plain(w.out.kind)), scratch);
+    const Input mixed_in = prepare(mixed, rows, w.q.rows, form_of(products, !is_plain(w.out.kind)), scratch);
     prepare_rows(mixed_in);
     project(w.out, mixed_in, x, true);
 
-    const Input ffn_in = prepare(normed, rows, hidden, form_of(int8 && !is_plain(w.gate.kind)), scratch);
+    const Input ffn_in = prepare(normed, rows, hidden, form_of(products, !is_plain(w.gate.kind)), scratch);
     norm_rows(x, w.ffn_norm, w.eps, normed, ffn_in);
     gate_up(w.gate, w.up, ffn_in, Gate::silu, inner);
-    const Input inner_in = prepare(inner, rows, width, form_of(int8 && !is_plain(w.down.kind)), scratch);
+    const Input inner_in = prepare(inner, rows, width, form_of(products, !is_plain(w.down.kind)), scratch);
     prepare_rows(inner_in);
     project(w.down, inner_in, x, true);
 }

@@ -44,6 +44,9 @@ struct AttentionShape {
 
 enum class Gate { silu, gelu };
 
+// What the activations of a product with packed weights are rounded to. Plain weights multiply floats.
+enum class Products : int { floats, int16, int8 };
+
 // A decoder layer's weights and sizes. The pointers must stay valid as long as the layer is used.
 struct LayerWeights {
     Matrix q, k, v, out, gate, up, down;
@@ -95,8 +98,8 @@ class Ops {
     // Reads `bytes` bytes with all threads, to measure memory bandwidth.
     float read_bytes(const uint8_t* data, int64_t bytes);
 
-    // out [rows, w.rows] = x times the transpose of w. `int8` rounds x to 8 bits per 32 columns.
-    void matmul(const Matrix& w, const float* x, int64_t rows, bool int8, float* out, Scratch scratch);
+    // out [rows, w.rows] = x times the transpose of w.
+    void matmul(const Matrix& w, const float* x, int64_t rows, Products products, float* out, Scratch scratch);
     static size_t matmul_scratch(int64_t rows, int64_t columns);
 
     // `queries` are unscaled; attention multiplies them by shape.scale.
@@ -110,15 +113,16 @@ class Ops {
                   const float* keys, const float* values, int64_t rows);
 
     // Runs a whole decoder layer on the residual stream x [rows, hidden], in place.
-    void layer(const LayerWeights& w, const KvCache& cache, const StepView& step, bool int8, float* x,
-               Scratch scratch);
+    void layer(const LayerWeights& w, const KvCache& cache, const StepView& step, Products products,
+               float* x, Scratch scratch);
     size_t layer_scratch(const LayerWeights& w, const StepView& step);
 
     // out [tokens, hidden] = sum over each token's experts of weight * down(act(gate x) * up x).
-    // Picks with a negative id are skipped.
+    // Picks with a negative id are skipped. 16-bit products with GPU tiles round 256 columns together where
+    // the instruction set multiplies with tiles.
     void experts(const Matrix& gate, const Matrix& up, const Matrix& down, const ExpertWeights* table,
                  int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,
-                 const float* x, int64_t tokens, Gate act, bool int8, float* out, Scratch scratch);
+                 const float* x, int64_t tokens, Gate act, Products products, float* out, Scratch scratch);
     static size_t experts_scratch(int64_t tokens, int64_t per_token, int64_t hidden, int64_t width,
                                   int64_t experts, bool tiles);
 
@@ -141,11 +145,12 @@ class Ops {
     void gated(Gate act, const float* gate, const float* up, int64_t count, float* out);
 
   private:
-    enum class Form { floats, int8, wide };  // how the values of a row are represented
+    enum class Form { floats, int16, int8, wide };  // how the values of a row are represented
 
     // Rows of activations in the form that a product reads.
     struct Input {
         Form form;
+        WordRows words;
         QuantisedRows quantised;
         const WideRecord** wide;  // the first record of each row
         FloatRows floats;
@@ -160,10 +165,13 @@ class Ops {
     };
 
     int64_t panel_grain(const Matrix& w) const;
-    Input gather_picks(const float* x, int64_t hidden, const Picks& picks, bool int8, Scratch& scratch);
+    Input gather_picks(const float* x, int64_t hidden, const Picks& picks, Form form, Scratch& scratch);
     Input wide_picks(const float* x, int64_t tokens, int64_t hidden, const Picks& picks, Scratch& scratch);
     Input prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch);
-    static Form form_of(bool int8) { return int8 ? Form::int8 : Form::floats; }
+    static Form form_of(Products products, bool packed) {
+        if (!packed || products == Products::floats) return Form::floats;
+        return products == Products::int16 ? Form::int16 : Form::int8;
+    }
     void prepare_row(const Input& input, int64_t row);
     void prepare_rows(const Input& input);
     void norm_rows(const float* x, const float* weight, float eps, float* normed, const Input& input);
@@ -192,7 +200,7 @@ class Ops {
     ThreadPool pool_;
 };
 
-constexpr const char* ISAS[] = {"amx", "avx512", "avx2", "portable"};  // in order of preference
+constexpr const char* ISAS[] = {"amx", "avx512", "avxvnni", "avx2", "portable"};  // in order of preference
 const Kernels& best_kernels();
 const Kernels* find_kernels(const char* name);  // nullptr if this CPU cannot run them
 

@@ -50,10 +50,11 @@ template <Kind K, int R> struct Int8Product {
             const F by = set1(x.scales[at]);
             // Stored weights are too large by an offset. The sums start at -offset * sum(activations), so
             // that they end as the exact integer product.
-            I first = set1_ints(-offset_of(K) * (K == Q6_K ? counts[0] : both));
-            I second = K == Q6_K ? set1_ints(-offset_of(K) * counts[1]) : zero_ints();
-            for (int t = 0; t < 4; ++t) first = dot(first, w[t], values + 4 * t);
-            for (int t = 4; t < 8; ++t) second = dot(second, w[t], values + 4 * t);
+            constexpr int offset = offset_of(K) - (most_of(K) == 255 ? DOT_OFFSET : 0);
+            I first = set1_ints(-offset * (K == Q6_K ? counts[0] : both));
+            I second = K == Q6_K ? set1_ints(-offset * counts[1]) : zero_ints();
+            first = dot_sixteen<most_of(K)>(first, w, values);
+            second = dot_sixteen<most_of(K)>(second, w + 4, values + 16);
             F& to = by_record(K) ? sums.inner[r] : sums.total[r];
             if constexpr (K == Q6_K) {
                 to = fma(mul(to_float(first), s.scale), by, to);

@@ -15,12 +15,14 @@ namespace {
 constexpr bool has_min(Kind k) { return k == Q4_1 || k == Q5_1 || k == Q4_K || k == Q5_K; }
 constexpr bool has_groups(Kind k) { return k == Q4_K || k == Q5_K; }
 constexpr bool has_high_bit(Kind k) { return k == Q5_0 || k == Q5_1 || k == Q5_K; }
+// Whether a value is a nibble and nothing else.
+constexpr bool has_plain_nibbles(Kind k) { return k == Q4_0 || k == Q4_1 || k == Q4_K; }
 constexpr bool has_table(Kind k) { return k == IQ4_NL || k == MXFP4; }
 // Whether a block is as long as a record (K types). Its scale is then applied once per record.
 constexpr bool by_record(Kind k) { return kind_info(k).block == RECORD * CELL; }
 // Whether 4-bit values are turned into floats by a table lookup, where an instruction exists for it.
 constexpr bool has_float_table(Kind k) {
-    return HAS_NIBBLE_TABLE && (k == Q4_0 || k == Q4_1 || k == Q4_K || has_table(k));
+    return HAS_NIBBLE_TABLE && (has_plain_nibbles(k) || has_table(k));
 }
 
 // The offset of stored values: the real value is the stored one minus this.
@@ -33,6 +35,17 @@ constexpr int offset_of(Kind k) {
         case Q8_0: return 128;
         case IQ4_NL: return 128;
         default: return 0;
+    }
+}
+
+// The largest stored value.
+constexpr int most_of(Kind k) {
+    switch (k) {
+        case Q4_0: case Q4_1: case Q4_K: return 15;
+        case MXFP4: return 28;
+        case Q5_0: case Q5_1: case Q5_K: return 31;
+        case Q6_K: return 63;
+        default: return 255;
     }
 }
 
@@ -53,29 +66,52 @@ template <Kind K> struct Unpacker {
         }
     }
 
-    // Unpacks the 32 columns of a cell: vector w[t] has columns 4t .. 4t+3 of the sixteen rows.
-    inline void cell(const uint8_t* quants, const uint8_t* high, I* w) const {
-        if constexpr (K == Q8_0) {
-            for (int t = 0; t < 8; ++t) w[t] = load_bytes(quants + 64 * t);
+    // Unpacks columns 8i .. 8i+7 of a cell to 16 bits: each 32-bit lane is one of the sixteen rows. w[0] and
+    // w[1] have columns 8i and 8i+2, 8i+1 and 8i+3; w[2] and w[3] the same of the next four columns.
+    template <int i> inline void words(const uint8_t* quants, const uint8_t* high, I* w) const {
+        if constexpr (has_plain_nibbles(K)) {
+            const I both = load_bytes(quants + 64 * i);
+            w[0] = nibble_words<0>(both);
+            w[1] = nibble_words<2>(both);
+            w[2] = nibble_words<1>(both);
+            w[3] = nibble_words<3>(both);
             return;
         }
-        for (int i = 0; i < 4; ++i) {
-            const I both = load_bytes(quants + 64 * i);
-            w[2 * i] = low_nibbles(both);
-            w[2 * i + 1] = high_nibbles(both);
+        I bytes[2];
+        eight<i>(quants, high, bytes);
+        for (int t = 0; t < 2; ++t) {
+            w[2 * t] = even_bytes(bytes[t]);
+            w[2 * t + 1] = odd_bytes(bytes[t]);
         }
+    }
+
+    // Unpacks columns 8i .. 8i+7 of a cell: w[0] has the first four columns of the sixteen rows.
+    template <int i> inline void eight(const uint8_t* quants, const uint8_t* high, I* w) const {
+        if constexpr (K == Q8_0) {
+            w[0] = load_bytes(quants + 128 * i);
+            w[1] = load_bytes(quants + 128 * i + 64);
+            return;
+        }
+        const I both = load_bytes(quants + 64 * i);
+        w[0] = low_nibbles(both);
+        w[1] = high_nibbles(both);
         if constexpr (has_table(K))
-            for (int t = 0; t < 8; ++t) w[t] = look_up(table, w[t]);
+            for (int t = 0; t < 2; ++t) w[t] = look_up(table, w[t]);
         if constexpr (has_high_bit(K))
-            for (int t = 0; t < 8; ++t) w[t] = add_sixteen_where(w[t], high + 8 * t);
-        if constexpr (K == Q6_K)
-            for (int half = 0; half < 2; ++half) {
-                const I bits = load_bytes(high + 64 * half);
-                w[4 * half] = add_two_bits<0>(w[4 * half], bits);
-                w[4 * half + 1] = add_two_bits<1>(w[4 * half + 1], bits);
-                w[4 * half + 2] = add_two_bits<2>(w[4 * half + 2], bits);
-                w[4 * half + 3] = add_two_bits<3>(w[4 * half + 3], bits);
-            }
+            for (int t = 0; t < 2; ++t) w[t] = add_sixteen_where(w[t], high + 16 * i + 8 * t);
+        if constexpr (K == Q6_K) {
+            const I bits = load_bytes(high + 64 * (i / 2));
+            w[0] = add_two_bits<i % 2 * 2>(w[0], bits);
+            w[1] = add_two_bits<i % 2 * 2 + 1>(w[1], bits);
+        }
+    }
+
+    // Unpacks the 32 columns of a cell: vector w[t] has columns 4t .. 4t+3 of the sixteen rows.
+    inline void cell(const uint8_t* quants, const uint8_t* high, I* w) const {
+        eight<0>(quants, high, w);
+        eight<1>(quants, high, w + 2);
+        eight<2>(quants, high, w + 4);
+        eight<3>(quants, high, w + 6);
     }
 };
 
@@ -130,7 +166,7 @@ template <Kind K> inline F load_plain(const uint8_t* p) {
     return load_bf16(p);
 }
 
-inline QuantisedRows rows_from(QuantisedRows x, int64_t row, int64_t columns) {
+template <class T> inline RoundedRows<T> rows_from(RoundedRows<T> x, int64_t row, int64_t columns) {
     return {x.values + row * columns, x.scales + row * (columns / CELL),
             x.sums + row * (columns / 16)};
 }

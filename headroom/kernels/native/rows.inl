@@ -1,23 +1,42 @@
-// Operations on single rows: rounding to 8 bits, sums, norms, gated activations and rotary embedding.
+// Operations on single rows: rounding to 8 and 16 bits, sums, norms, gated activations and rotary embedding.
 
 namespace headroom {
 namespace {
 
-void quantise(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
+inline void store_rounded(int8_t* to, F x) { store_int8(to, x); }
+inline void store_rounded(int16_t* to, F x) { store_words(to, x); }
+
+// Rounds a row to whole numbers of at most `largest_value`, with one scale per 32 columns.
+template <class T>
+inline void round_row(const float* x, int64_t columns, float largest_value, RoundedRows<T> out) {
     for (int64_t cell = 0; cell < columns / CELL; ++cell) {
         const float* from = x + cell * CELL;
         F a = load(from), b = load(from + 16);
         const float peak = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-        const float scale = peak / 127;
-        const F inverse = set1(peak > 1e-35f ? 127 / peak : 0);  // finite
+        if (std::isnan(sum(fma(a, zero(), mul(b, zero()))))) {  // after a NaN or inf the result is NaN
+            std::memset(out.values + cell * CELL, 0, CELL * sizeof(T));
+            out.scales[cell] = NAN;
+            out.sums[2 * cell] = out.sums[2 * cell + 1] = 0;
+            continue;
+        }
+        const float scale = peak / largest_value;
+        const F inverse = set1(peak > largest_value * 3e-39f ? largest_value / peak : 0);  // finite
         a = round_even(mul(a, inverse));
         b = round_even(mul(b, inverse));
-        store_int8(values + cell * CELL, a);
-        store_int8(values + cell * CELL + 16, b);
-        scales[cell] = scale;
-        sums[2 * cell] = static_cast<int32_t>(sum(a));  // whole numbers: exact
-        sums[2 * cell + 1] = static_cast<int32_t>(sum(b));
+        store_rounded(out.values + cell * CELL, a);
+        store_rounded(out.values + cell * CELL + 16, b);
+        out.scales[cell] = scale;
+        out.sums[2 * cell] = static_cast<int32_t>(sum(a));  // whole numbers: exact
+        out.sums[2 * cell + 1] = static_cast<int32_t>(sum(b));
     }
+}
+
+void quantise(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
+    round_row<int8_t>(x, columns, 127, {values, scales, sums});
+}
+
+void quantise_words(const float* x, int64_t columns, int16_t* values, float* scales, int32_t* sums) {
+    round_row<int16_t>(x, columns, 32767, {values, scales, sums});
 }
 
 void sum_columns(const float* x, int64_t columns, float* sums) {

@@ -1,4 +1,5 @@
-// Vectors of sixteen lanes as two 256-bit halves, with AVX2, FMA and F16C.
+// Vectors of sixteen lanes as two 256-bit halves, with AVX2, FMA and F16C; with AVX-VNNI if the file that
+// includes this is compiled for it.
 #include <immintrin.h>
 
 namespace headroom {
@@ -12,6 +13,8 @@ inline __m256i load_half_bytes(const uint8_t* p) {
 }
 inline I load_bytes(const uint8_t* p) { return {load_half_bytes(p), load_half_bytes(p + 32)}; }
 inline I zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+// Has the compiler finish a sum here. GCC else collects products in memory and adds them all at the end.
+inline void finish(I& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
 inline I set1_ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline I both_and(I x, __m256i mask) {
     return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
@@ -53,22 +56,76 @@ inline I look_up(Table table, I index) {
     return {_mm256_shuffle_epi8(table.v, index.a), _mm256_shuffle_epi8(table.v, index.b)};
 }
 
-// AVX2 has no VNNI. vpmaddubsw adds pairs of products in 16 bits, where 2 x 255 x 127 would overflow, so
-// the low seven bits and the top bit of each byte are multiplied separately.
-inline __m256i dot_half(__m256i sum, __m256i w, __m256i x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    const __m256i low = _mm256_and_si256(w, _mm256_set1_epi8(127));
-    const __m256i top = _mm256_and_si256(_mm256_srli_epi16(w, 7), _mm256_set1_epi8(1));
-    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(low, x), ones));
-    const __m256i tops = _mm256_madd_epi16(_mm256_maddubs_epi16(top, x), ones);
-    return _mm256_add_epi32(sum, _mm256_slli_epi32(tops, 7));
-}
-// Adds, in each lane, the dot product of four unsigned bytes of `w` and the four bytes of `x`.
-inline I dot(I sum, I w, const int8_t* x) {
+inline __m256i four_columns(const int8_t* x) {
     int32_t four;
     __builtin_memcpy(&four, x, 4);
-    const __m256i wide = _mm256_set1_epi32(four);
-    return {dot_half(sum.a, w.a, wide), dot_half(sum.b, w.b, wide)};
+    return _mm256_set1_epi32(four);
+}
+// What dot_sixteen subtracts from bytes of up to 255 before it multiplies them.
+#if defined(__AVXVNNI__)
+constexpr int DOT_OFFSET = 0;
+template <int MOST> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
+    for (int t = 0; t < 4; ++t) {
+        const __m256i four = four_columns(x + 4 * t);
+        sum = {_mm256_dpbusd_avx_epi32(sum.a, w[t].a, four), _mm256_dpbusd_avx_epi32(sum.b, w[t].b, four)};
+    }
+    return sum;
+}
+#else
+// vpmaddubsw adds pairs of products in 16 bits, and so many of such sums fit into 16 bits, too.
+constexpr int fitting_sums(int most) { return 32767 / (2 * 127 * most); }
+// Sums of two products of bytes fit into 16 bits if the bytes are signed.
+constexpr int DOT_OFFSET = 128;
+inline __m256i multiply_signed(__m256i w, __m256i x) {
+    const __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    return _mm256_maddubs_epi16(_mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
+}
+// Adds, in each lane, the dot product of sixteen unsigned bytes of at most MOST (four of each vector), less
+// DOT_OFFSET if MOST is 255, and the sixteen bytes of `x`. The bytes of `x` are at least -127.
+template <int MOST> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    constexpr int RUN = MOST == 255 ? 1 : fitting_sums(MOST) < 4 ? fitting_sums(MOST) : 4;
+    static_assert(RUN > 0);
+    for (int t = 0; t < 4; t += RUN) {
+        I words;
+        for (int i = 0; i < RUN; ++i) {
+            const __m256i four = four_columns(x + 4 * (t + i));
+            if constexpr (MOST == 255) {
+                words = {multiply_signed(w[t].a, four), multiply_signed(w[t].b, four)};
+            } else {
+                const I one = {_mm256_maddubs_epi16(w[t + i].a, four),
+                               _mm256_maddubs_epi16(w[t + i].b, four)};
+                words = i == 0 ? one
+                               : I{_mm256_add_epi16(words.a, one.a), _mm256_add_epi16(words.b, one.b)};
+            }
+        }
+        sum = {_mm256_add_epi32(sum.a, _mm256_madd_epi16(words.a, ones)),
+               _mm256_add_epi32(sum.b, _mm256_madd_epi16(words.b, ones))};
+    }
+    return sum;
+}
+#endif
+// Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
+inline I even_bytes(I x) { return both_and(x, _mm256_set1_epi16(255)); }
+inline I odd_bytes(I x) { return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)}; }
+// Nibble s of each 16-bit word.
+template <int s> inline I nibble_words(I x) {
+    if constexpr (s > 0) x = {_mm256_srli_epi16(x.a, 4 * s), _mm256_srli_epi16(x.b, 4 * s)};
+    return s == 3 ? x : both_and(x, _mm256_set1_epi16(15));
+}
+inline __m256i dot_words_half(__m256i sum, __m256i w, __m256i x) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpwssd_avx_epi32(sum, w, x);
+#else
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
+#endif
+}
+// Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
+inline I dot_words(I sum, I w, const int16_t* x) {
+    int32_t two;
+    __builtin_memcpy(&two, x, 4);
+    const __m256i wide = _mm256_set1_epi32(two);
+    return {dot_words_half(sum.a, w.a, wide), dot_words_half(sum.b, w.b, wide)};
 }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 template <int j> inline F byte_to_float(I x) {
@@ -133,6 +190,13 @@ inline void store_int8(int8_t* p, F x) {
     const __m128i bytes =
         _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
+inline void store_words(int16_t* p, F x) {
+    const __m256i words = _mm256_permute4x64_epi64(
+        _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xD8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
 }
 inline __m256 bf16_to_float(__m128i words) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));

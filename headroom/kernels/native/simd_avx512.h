@@ -9,6 +9,8 @@ struct F { __m512 v; };   // 16 x float32
 
 inline I load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 inline I zero_ints() { return {_mm512_setzero_si512()}; }
+// Has the compiler finish a sum here. GCC else collects products in memory and adds them all at the end.
+inline void finish(I& a) { asm volatile("" : "+v"(a.v)); }
 inline I set1_ints(int32_t a) { return {_mm512_set1_epi32(a)}; }
 inline I low_nibbles(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline I high_nibbles(I a) {
@@ -40,6 +42,26 @@ inline I dot(I sum, I w, const int8_t* x) {
     int32_t four;
     __builtin_memcpy(&four, x, 4);
     return {_mm512_dpbusd_epi32(sum.v, w.v, _mm512_set1_epi32(four))};
+}
+constexpr int DOT_OFFSET = 0;  // as in simd_avx2.h
+// Adds the dot product of sixteen bytes, four of each vector.
+template <int> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
+    for (int t = 0; t < 4; ++t) sum = dot(sum, w[t], x + 4 * t);
+    return sum;
+}
+// Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
+inline I even_bytes(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi16(255))}; }
+inline I odd_bytes(I a) { return {_mm512_srli_epi16(a.v, 8)}; }
+// Nibble s of each 16-bit word.
+template <int s> inline I nibble_words(I a) {
+    if constexpr (s > 0) a = {_mm512_srli_epi16(a.v, 4 * s)};
+    return s == 3 ? a : I{_mm512_and_si512(a.v, _mm512_set1_epi16(15))};
+}
+// Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
+inline I dot_words(I sum, I w, const int16_t* x) {
+    int32_t two;
+    __builtin_memcpy(&two, x, 4);
+    return {_mm512_dpwssd_epi32(sum.v, w.v, _mm512_set1_epi32(two))};
 }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // The four bytes of each lane as floats.
@@ -91,6 +113,12 @@ inline void store_half(uint8_t* p, F a) {
 }
 inline void store_int8(int8_t* p, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
+inline void store_words(int16_t* p, F a) {
+    const __m256i words = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
 }
 inline F load_bf16(const uint8_t* p) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

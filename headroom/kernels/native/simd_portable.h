@@ -10,6 +10,7 @@ namespace {
 struct I {
     union {
         uint8_t bytes[64];
+        uint16_t words[32];
         int32_t lanes[16];
     };
 };
@@ -27,6 +28,7 @@ inline I zero_ints() {
     EACH(16) a.lanes[i] = 0;
     return a;
 }
+inline void finish(I&) {}  // as in simd_avx2.h; the sums of plain loops stay in order
 inline I set1_ints(int32_t value) {
     I a;
     EACH(16) a.lanes[i] = value;
@@ -63,6 +65,31 @@ inline I look_up(Table table, I index) {
 // Adds, in each lane, the dot product of four unsigned bytes of `w` and the four bytes of `x`.
 inline I dot(I sum, I w, const int8_t* x) {
     EACH(16) for (int j = 0; j < 4; ++j) sum.lanes[i] += w.bytes[4 * i + j] * x[j];
+    return sum;
+}
+constexpr int DOT_OFFSET = 0;  // as in simd_avx2.h
+// Adds the dot product of sixteen bytes, four of each vector.
+template <int> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
+    for (int t = 0; t < 4; ++t) sum = dot(sum, w[t], x + 4 * t);
+    return sum;
+}
+// Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
+inline I even_bytes(I a) {
+    EACH(32) a.words[i] &= 255;
+    return a;
+}
+inline I odd_bytes(I a) {
+    EACH(32) a.words[i] >>= 8;
+    return a;
+}
+// Nibble s of each 16-bit word.
+template <int s> inline I nibble_words(I a) {
+    EACH(32) a.words[i] = a.words[i] >> 4 * s & 15;
+    return a;
+}
+// Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
+inline I dot_words(I sum, I w, const int16_t* x) {
+    EACH(16) sum.lanes[i] += w.words[2 * i] * x[0] + w.words[2 * i + 1] * x[1];
     return sum;
 }
 inline I add_ints(I a, I b) {
@@ -147,6 +174,10 @@ inline void store_half(uint8_t* p, F a) {
 }
 inline void store_int8(int8_t* p, F a) {
     EACH(16) p[i] = static_cast<int8_t>(a.v[i]);
+}
+// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
+inline void store_words(int16_t* p, F a) {
+    EACH(16) p[i / 4 * 4 + i % 4 / 2 + i % 2 * 2] = static_cast<int16_t>(a.v[i]);
 }
 inline F load_bf16(const uint8_t* p) {
     F f;

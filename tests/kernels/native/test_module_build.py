@@ -1,5 +1,6 @@
-"""The C++ module under sanitizers, and the package installed without a compiler."""
+"""The C++ module under sanitizers and on ARM, and the package installed without a compiler."""
 
+import shutil
 import subprocess
 import sys
 import venv
@@ -11,6 +12,8 @@ from headroom.kernels.native.module import MODULE
 
 ROOT = Path(__file__).parents[3]
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
+ARM_COMPILER, ARM_MACHINE = "aarch64-linux-gnu-g++", "qemu-aarch64"
+PORTABLE = Path(__file__).with_name("exercise_portable.cpp")
 EXERCISE = ROOT / "tests" / "kernels" / "exercise_native.py"
 
 
@@ -28,6 +31,24 @@ def test_the_kernels_pass_under_a_sanitizer(tmp_path: Path, sanitizer: str) -> N
     variables = [f"{name}={value}" for name, value in {"LD_PRELOAD": runtime, **options}.items()]
     shown = run("env", *variables, sys.executable, str(EXERCISE), str(tmp_path))
     assert "exercised" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("g++", ARM_COMPILER, ARM_MACHINE))),
+    reason=f"needs g++, {ARM_COMPILER} and {ARM_MACHINE}",
+)
+def test_the_portable_kernels_are_exact_on_arm_and_give_the_bits_of_x86(tmp_path: Path) -> None:
+    kernels = ROOT / "headroom" / "kernels" / "native"
+    sources = [PORTABLE, kernels / "kernels_portable.cpp", kernels / "panels.cpp"]
+    flags = ["-O3", "-std=c++17", "-ffp-contract=off", "-static", f"-I{kernels}"]
+    shown = []
+    for compiler, machine in (("g++", []), (ARM_COMPILER, [ARM_MACHINE])):
+        program = str(tmp_path / compiler)
+        run(compiler, *flags, *map(str, sources), "-o", program)
+        shown.append(run(*machine, program))
+    assert shown[0] == shown[1]
 
 
 @pytest.mark.slow

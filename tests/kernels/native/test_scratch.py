@@ -70,7 +70,7 @@ def test_a_layer_is_lent_what_it_takes(
               *2 * [(ffn_width, hidden)], (hidden, ffn_width)]  # fmt: skip
     matrices = [MODULE.Matrix(0, F32.ggml_id, *shape) for shape in shapes]
     cache = MODULE.KvCache(0, F32.ggml_id, 4 * dim, 0, F32.ggml_id, 4 * dim, kv_heads, 64)
-    fused = MODULE.Layer(matrices, 0, 0, 1e-5, (heads, kv_heads, dim, 0), 1.0, cache, False)
+    fused = MODULE.Layer(matrices, 0, 0, 1e-5, (heads, kv_heads, dim, 0), 1.0, cache, 0)
     spans = [(row, 1, length - 1, 0, -1) for row, length in enumerate(contexts)]
     if prompt > 1:
         spans.append((len(contexts), prompt, 17, 0, -1))
