@@ -27,7 +27,7 @@ from headroom.kernels.cuda.expert_cache import CpuRequest, Filling
 from headroom.kernels.cuda.expert_rules import NO_POLICY
 from headroom.kernels.cuda.experts import NO_ADDENDS, ExpertTiles
 from headroom.kernels.cuda.experts_prefill import expert_group, sort_in_groups
-from headroom.kernels.cuda.experts_scratch import sorted_rows
+from headroom.kernels.cuda.experts_scratch import SHARED_ROWS, sorted_rows
 from headroom.kernels.cuda.matmul import RowNorm, half_rows, narrow_rows
 from headroom.kernels.cuda.pack import pack
 from headroom.kernels.cuda.sizes import TILED, tile_bytes
@@ -162,9 +162,9 @@ def _picks(rows: int, device: torch.device) -> Picks:
     return Picks(ids, torch.full((rows, USED), 0.5, device=device))
 
 
-def _few_experts(device: torch.device) -> torch.Tensor:
-    x = half_rows(torch.ones(ROWS, HIDDEN, device=device))
-    return experts.few_rows(x, *_picks(ROWS, device), _table(device), "silu")
+def _few_experts(device: torch.device, rows: int) -> torch.Tensor:
+    x = half_rows(torch.ones(rows, HIDDEN, device=device))
+    return experts.few_rows(x, *_picks(rows, device), _table(device), "silu")
 
 
 def _sorted_experts(device: torch.device) -> torch.Tensor:
@@ -267,7 +267,8 @@ TRIALS: dict[str, Callable[[torch.device], torch.Tensor]] = {
     "rows in f16": _normed_rows,
     "routers": _route,
     "routers with norms": _scored_rows,
-    "experts": _few_experts,
+    "experts": lambda device: _few_experts(device, 1),
+    "experts that rows share": lambda device: _few_experts(device, SHARED_ROWS),
     "experts of short prompts": _sorted_experts,
     "unpacked experts": _unpacked_experts,
     "grouped products in bf16": lambda device: _grouped_product(device, torch.bfloat16),
