@@ -188,18 +188,23 @@ def common_dims(facts: Facts, **more: Any) -> Dims:
 
 
 def expert_dims(
-    facts: Facts, *, shared: bool = False, used_key: str = "expert_used_count"
+    facts: Facts,
+    *,
+    shared: bool = False,
+    used_key: str = "expert_used_count",
+    width_keys: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the dimensions of routed experts; an empty dict where the model has none.
 
-    `used_key` names the setting that says how many experts a token visits.
+    `used_key` names the setting that says how many experts a token visits, `width_keys` those that
+    say how wide an expert is where `expert_feed_forward_length` is not set.
     """
     if not facts.size("expert_count", default=0, least=0):
         return {}
     found: dict[str, Any] = {
         "experts": facts.size("expert_count"),
         "experts_used": facts.size("expert_used_count", used_key),
-        "expert_ffn": facts.size("expert_feed_forward_length"),
+        "expert_ffn": facts.size("expert_feed_forward_length", *width_keys),
         "fused_experts": facts.has(".ffn.experts.gate_up"),
     }
     if found["experts_used"] > found["experts"]:

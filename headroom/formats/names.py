@@ -53,7 +53,8 @@ _LAYER = {
     "safetensors": re.compile(r"layers\.([0-9]+)\.(.+)"),
 }
 _OUR_LAYER = re.compile(r"layers\.[0-9]+\.")
-_EXPERT = re.compile(r"(?<=\.experts\.)[0-9]+(?=\.)")
+# The number of an expert, in "mlp.experts.3.gate_proj" or "ffn_gate.3".
+_EXPERT = re.compile(r"(?<=\.)[0-9]+(?=\.|\Z)")
 # Text models inside models that see pictures have one of two prefixes, by transformers' version.
 _MODEL_PREFIX = re.compile(r"\A(model\.(language_model\.)?|language_model\.(model\.)?)")
 

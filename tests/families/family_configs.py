@@ -17,6 +17,8 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -53,6 +55,14 @@ def llama(**changes: Any) -> LlamaForCausalLM:
     rope = {"rope_type": "default", "rope_theta": 1e5}
     settings = COMMON | {"tie_word_embeddings": True, "rope_parameters": rope}
     return _build(LlamaForCausalLM, LlamaConfig(**settings | changes))
+
+
+def mixtral(**changes: Any) -> MixtralForCausalLM:
+    """A Llama with routed experts in every layer."""
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    settings = COMMON | experts | {"tie_word_embeddings": False, "rope_parameters": rope}
+    return _build(MixtralForCausalLM, MixtralConfig(**settings | changes))
 
 
 def mistral(**changes: Any) -> MistralForCausalLM:

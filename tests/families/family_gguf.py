@@ -17,9 +17,10 @@ from tests.tiny import add_vocabulary
 gguf = optional("gguf")
 
 ARCHITECTURES = {
-    "llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna", "gemma4_text": "gemma4",
-    "mistral": "mistral3", "ministral": "mistral3", "ministral3": "mistral3",
+    "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna",
+    "gemma4_text": "gemma4", "mistral": "mistral3",
+    "ministral": "mistral3", "ministral3": "mistral3",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
 PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35", "mistral3": "tekken"}

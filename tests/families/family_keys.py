@@ -60,6 +60,12 @@ def _llama(config: Any) -> Keys:
     }
 
 
+def _mixtral(config: Any) -> Keys:
+    """Return the keys of a Mixtral model; its experts have the width of Llama's dense part."""
+    experts = {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+    return _llama(config) | experts
+
+
 def _mistral(config: Any) -> Keys:
     """Return the keys of a Mistral model; llama.cpp's converter writes no windows, this does."""
     keys, rope = _llama(config), config.rope_parameters
@@ -187,6 +193,7 @@ def full_layers(config: Any) -> Keys:
 
 FAMILIES = {
     "llama": _llama,
+    "mixtral": _mixtral,
     "mistral": _mistral,
     "ministral": _mistral,
     "ministral3": _mistral,

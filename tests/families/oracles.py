@@ -75,6 +75,7 @@ VARIANTS: dict[str, Variant] = {
     found.name: found
     for found in (
         _variant("llama", configs.llama),
+        _variant("mixtral", configs.mixtral),
         _variant("mistral", configs.mistral),
         _variant("ministral", configs.ministral),
         _variant("ministral3", configs.ministral3),

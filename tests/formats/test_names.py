@@ -58,6 +58,13 @@ def test_one_expert_keeps_its_number() -> None:
     )
 
 
+def test_an_expert_with_a_tensor_of_its_own_in_gguf_keeps_its_number() -> None:
+    ours = "layers.7.ffn.experts.41.down"
+    assert canonical_name("blk.7.ffn_down.41.weight", NAMINGS["llama"], "gguf") == ours
+    theirs = "model.layers.7.block_sparse_moe.experts.41.w2.weight"
+    assert canonical_name(theirs, NAMINGS["llama"], "safetensors") == ours
+
+
 def test_an_architecture_may_name_a_tensor_differently() -> None:
     name = "blk.1.post_attention_norm.weight"
     assert canonical_name(name, NAMINGS["qwen35"], "gguf") == "layers.1.ffn.norm"

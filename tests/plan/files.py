@@ -17,6 +17,10 @@ SMALL: dict[str, Dims] = {
         architecture="llama", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
         head_dim=64, ffn=512,
     ),
+    "llama of experts": Dims(
+        architecture="llama", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
+        head_dim=64, experts=8, experts_used=2, expert_ffn=512,
+    ),
     "qwen3": Dims(
         architecture="qwen3", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
         head_dim=128, ffn=512, tied=True,

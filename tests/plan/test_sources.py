@@ -53,6 +53,10 @@ LAGUNA = {
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "LlamaConfig", DENSE),
+    "llama of experts": (
+        "Mixtral", "MixtralConfig",
+        {**DENSE, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
     "qwen3": ("Qwen3", "Qwen3Config", {**DENSE, "tie_word_embeddings": True}),
     "qwen3moe": ("Qwen3Moe", "Qwen3MoeConfig", EXPERTS),
     "qwen35": ("Qwen3_5", "Qwen3_5TextConfig", {**DENSE, **DELTA}),

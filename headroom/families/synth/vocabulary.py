@@ -44,7 +44,7 @@ def make_vocabulary(recipe: Recipe) -> Vocabulary:
         pre=kind.pre,
         tokens=tokens,
         types=types,
-        scores=() if byte_level else [0.0] * vocab,
+        scores=() if byte_level else [-float(i) for i in range(vocab)],
         merges=merges,
         special_ids={name: ids[text] for name, text in kind.roles.items()},
         add_bos=kind.add_bos,

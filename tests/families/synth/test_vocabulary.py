@@ -114,6 +114,7 @@ def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
     assert token("qwen3.6-27b", 248046) == "<|im_end|>"
     assert token("qwen3.6-27b", 248044) == "<|endoftext|>"
     assert token("laguna-xs.2", 24) == "</assistant>"
+    assert token("mixtral-8x7b", 2) == "</s>"
     assert token("gemma-4-31b", 106) == "<turn|>"
     assert token("qwen3.6-27b", 248319) == "[PAD248319]"
 
