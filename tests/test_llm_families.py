@@ -37,6 +37,12 @@ SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
         {EOS, "</assistant>"},
         ("<think>", "</think>"),
     ),
+    "gemma3": (
+        "<bos><start_of_turn>user\n",
+        "<start_of_turn>model\n",
+        {"<eos>", "<end_of_turn>"},
+        None,
+    ),
     "gemma4": (
         "<bos><|turn>user\n",
         "<|turn>model\n<|channel>thought\n<channel|>",

@@ -88,6 +88,7 @@ class Recipe:
     window_theta: float = 1e4  # of layers with a window, where it differs
     rope_dims: int  # rotated values of a full layer's head
     yarn: Yarn | None = None
+    linear_factor: float = 1.0  # by which positions of full layers are divided
     routed_scale: float = 1.0  # of the experts' sum
     softcap: float = 0.0  # of logits
     taps: tuple[int, ...] = ()  # target layers that a draft reads, from 0

@@ -16,6 +16,7 @@ FILES = (
     "qwen35",
     "mistral",
     "laguna",
+    "gemma3",
     "gemma4",
     "dflash",
 )

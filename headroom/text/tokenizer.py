@@ -27,6 +27,7 @@ STOP_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
     "<turn|>",
+    "<end_of_turn>",
     "<|tool_response>",
     "<eos>",
     "</assistant>",

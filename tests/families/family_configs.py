@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     LagunaConfig,
@@ -170,6 +172,20 @@ def laguna(
     return _build(LagunaForCausalLM, LagunaConfig(**settings | changes))
 
 
+def gemma3(**changes: Any) -> Gemma3ForCausalLM:
+    """Windows in five of six layers, and rotations of full layers that are slowed down."""
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    window = {"rope_type": "default", "rope_theta": 1e4}
+    settings = COMMON | {
+        "num_hidden_layers": 7,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": COMMON["head_dim"],
+        "rope_parameters": {"full_attention": full, "sliding_attention": window},
+        "tie_word_embeddings": True,
+    }
+    return _build(Gemma3ForCausalLM, Gemma3TextConfig(**settings | changes))
+
+
 def gemma4(**changes: Any) -> Gemma4ForCausalLM:
     """The 31B type: full layers with wider heads, whose keys are their values."""
     settings = COMMON | {
@@ -230,12 +246,13 @@ def _build(kind: type[PreTrainedModel], config: Any) -> Any:
 def _values(name: str, noise: torch.Tensor, config: Any) -> torch.Tensor:
     """Return a parameter's values: far from their initial values, but well conditioned."""
     fan_in, tied = math.sqrt(noise.shape[-1]), config.tie_word_embeddings
-    gemma, qwen35 = "gemma4" in config.model_type, "qwen3_5" in config.model_type
+    gemma, qwen35 = "gemma" in config.model_type, "qwen3_5" in config.model_type
+    less_one = qwen35 or "gemma3" in config.model_type
     if "norm" in name:
-        centre = 0.0 if qwen35 and "linear_attn" not in name else 1.0
+        centre = 0.0 if less_one and "linear_attn" not in name else 1.0
         if name == "model.norm.weight" and tied:
             centre += 1 if gemma else 0 if qwen35 else 3
-        scale = 0.3 if gemma and "q_norm" in name else 1.0
+        scale = 0.3 if "gemma4" in config.model_type and "q_norm" in name else 1.0
         # Multiples of 1/1024, so that a conversion may add and subtract one exactly.
         return ((centre + 0.2 * noise) * scale * 1024).round() / 1024
     if name.endswith(("layer_scalar", "router.scale", "per_expert_scale")):

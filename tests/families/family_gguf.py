@@ -19,7 +19,7 @@ gguf = optional("gguf")
 ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna",
-    "gemma4_text": "gemma4", "mistral": "mistral3",
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3",
     "ministral": "mistral3", "ministral3": "mistral3",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
@@ -84,7 +84,8 @@ GEMMA_NAMES = {
     "layer_scalar": "layer_output_scale.weight",
 }
 OVERRIDES = {
-    "qwen35": DELTA_NAMES, "qwen35moe": DELTA_NAMES, "laguna": LAGUNA_NAMES, "gemma4": GEMMA_NAMES,
+    "qwen35": DELTA_NAMES, "qwen35moe": DELTA_NAMES, "laguna": LAGUNA_NAMES, "gemma3": GEMMA_NAMES,
+    "gemma4": GEMMA_NAMES,
 }  # fmt: skip
 OUTER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -222,10 +223,11 @@ def _change(theirs: str, config: Any) -> Change | None:
     ):
         half = config.head_dim // 2
         return Change(partial(_pairs, before=(2, half)), partial(_pairs, before=(half, 2)))
+    less_one = "qwen3_5" in config.model_type or "gemma3" in config.model_type
+    if less_one and "norm" in theirs and "linear_attn" not in theirs:
+        return Change(lambda w: w + 1, lambda w: w - 1)
     if "qwen3_5" not in config.model_type:
         return None
-    if "norm" in theirs and "linear_attn" not in theirs:
-        return Change(lambda w: w + 1, lambda w: w - 1)
     if theirs.endswith("shared_expert_gate.weight"):
         return Change(lambda w: w[0], lambda w: w.reshape(1, -1))
     part = theirs.rpartition("linear_attn.")[2]

@@ -152,6 +152,20 @@ def _laguna(config: Any) -> Keys:
     return keys | _experts(config)
 
 
+def _gemma3(config: Any) -> Keys:
+    """Return the keys of a Gemma 3 model; nothing tells the scale of scores or the pattern."""
+    full = config.rope_parameters["full_attention"]
+    keys: Keys = {
+        "feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+        "rope.freq_base": full["rope_theta"],
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+    }
+    if full["rope_type"] == "linear":
+        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": full["factor"]}
+    return keys
+
+
 def _gemma4(config: Any) -> Keys:
     window = [kind == "sliding_attention" for kind in config.layer_types]
     full = full_layers(config)
@@ -202,5 +216,6 @@ FAMILIES = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
     "laguna": _laguna,
+    "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
 }

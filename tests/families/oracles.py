@@ -98,6 +98,7 @@ VARIANTS: dict[str, Variant] = {
         _variant("qwen35moe-fused", configs.qwen35_moe, value_heads=6, fused=True),
         _variant("laguna", configs.laguna),
         _variant("laguna-per-element", configs.laguna, gating="per-element", attention_factor=None),
+        _variant("gemma3", configs.gemma3),
         _variant("gemma4-31b", configs.gemma4),
         _variant("gemma4-26b", configs.gemma4_moe, fused=True),
         _variant("gemma4-26b-separate", configs.gemma4_moe),

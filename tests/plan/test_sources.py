@@ -64,6 +64,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3": ("Mistral", "MistralConfig", {**DENSE, "sliding_window": 9}),
     "mistral3 of 3": ("Ministral3", "Ministral3Config", {**DENSE, "tie_word_embeddings": True}),
     "laguna": ("Laguna", "LagunaConfig", {**DENSE, **EXPERTS, **SHARED, **LAGUNA}),
+    "gemma3": ("Gemma3", "Gemma3TextConfig", {**DENSE, "sliding_window": 9}),
     "gemma4": (
         "Gemma4", "Gemma4TextConfig",
         {**DENSE, **GLOBAL, "num_hidden_layers": 12, "hidden_size_per_layer_input": 0},

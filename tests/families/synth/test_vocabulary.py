@@ -38,6 +38,11 @@ GEMMA_TURNS = (
     "<bos><|turn>system\n{}Be brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\nYes<turn|>\n"
     "<|turn>user\nWhy?<turn|>\n<|turn>model\n"
 )
+GEMMA3_TURNS = (
+    "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
+    "<start_of_turn>model\nYes<end_of_turn>\n"
+    "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
+)
 MISTRAL_TURNS = (
     "<bos>[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]Yes<eos>[INST]Why?[/INST]"
 )
@@ -86,6 +91,7 @@ def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> N
         ("qwen35", TURNS + "<think>\n\n</think>\n\n", TURNS + "<think>\n"),
         ("mistral3", MISTRAL_TURNS, MISTRAL_TURNS),
         ("laguna", LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
+        ("gemma3", GEMMA3_TURNS, GEMMA3_TURNS),
         (
             "gemma4",
             GEMMA_TURNS.format("") + "<|channel>thought\n<channel|>",
@@ -115,6 +121,7 @@ def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
     assert token("qwen3.6-27b", 248044) == "<|endoftext|>"
     assert token("laguna-xs.2", 24) == "</assistant>"
     assert token("mixtral-8x7b", 2) == "</s>"
+    assert token("gemma-3-4b", 106) == "<end_of_turn>"
     assert token("gemma-4-31b", 106) == "<turn|>"
     assert token("qwen3.6-27b", 248319) == "[PAD248319]"
 

@@ -61,7 +61,16 @@ def test_a_folder_gives_back_recipe_and_tokenizer(family: str, size: str, tmp_pa
     recipe = find_recipe(family, size)
     again = read_recipe(family, folder / "config.json")
     assert again.dims.vocab == recipe.dims.vocab
-    for field in ("eps", "theta", "window_theta", "rope_dims", "yarn", "routed_scale", "softcap"):
+    for field in (
+        "eps",
+        "theta",
+        "window_theta",
+        "rope_dims",
+        "yarn",
+        "routed_scale",
+        "softcap",
+        "linear_factor",
+    ):
         assert getattr(again, field) == getattr(recipe, field), field
     assert read_dims(open_header(folder)).kinds == recipe.dims.kinds
     if family != "dflash":
