@@ -37,6 +37,12 @@ SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
         {EOS, "</assistant>"},
         ("<think>", "</think>"),
     ),
+    "smollm3": (
+        "<|im_start|>user\n",
+        "<|im_start|>assistant\n",
+        {IM_END},
+        ("<think>", "</think>"),
+    ),
     "gemma3": (
         "<bos><start_of_turn>user\n",
         "<start_of_turn>model\n",

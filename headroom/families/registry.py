@@ -15,6 +15,7 @@ FILES = (
     "qwen3",
     "qwen35",
     "mistral",
+    "smollm3",
     "laguna",
     "gemma3",
     "gemma4",

@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from tests.tiny import VOCAB
@@ -91,6 +93,15 @@ def ministral3(mscale_all_dim: float = 1.0, **changes: Any) -> Ministral3ForCaus
     }  # fmt: skip
     settings = COMMON | {"tie_word_embeddings": True, "rope_parameters": rope}
     return _build(Ministral3ForCausalLM, Ministral3Config(**settings | changes))
+
+
+def smollm3(**changes: Any) -> SmolLM3ForCausalLM:
+    """A tied model whose fourth layer of five does not rotate."""
+    rope = {"rope_type": "default", "rope_theta": 5e6}
+    settings = COMMON | {
+        "num_hidden_layers": 5, "tie_word_embeddings": True, "rope_parameters": rope,
+    }  # fmt: skip
+    return _build(SmolLM3ForCausalLM, SmolLM3Config(**settings | changes))
 
 
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:

@@ -20,12 +20,13 @@ ARCHITECTURES = {
     "llama": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna",
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3",
-    "ministral": "mistral3", "ministral3": "mistral3",
+    "ministral": "mistral3", "ministral3": "mistral3", "smollm3": "smollm3",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
 PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35", "mistral3": "tekken"}
+PRE_TOKENIZERS |= {"smollm3": "llama-bpe"}
 # Families whose conversion puts the rows of rotary pairs side by side.
-PAIRED = ("llama", "mistral3")
+PAIRED = ("llama", "mistral3", "smollm3")
 
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",

@@ -211,6 +211,7 @@ FAMILIES = {
     "mistral": _mistral,
     "ministral": _mistral,
     "ministral3": _mistral,
+    "smollm3": _llama,
     "qwen3": _qwen3,
     "qwen3_moe": lambda config: _qwen3(config) | _experts(config),
     "qwen3_5_text": _qwen35,

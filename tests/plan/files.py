@@ -44,6 +44,10 @@ SMALL: dict[str, Dims] = {
         architecture="mistral3", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
         head_dim=64, ffn=512, kinds=("window",) * 4, window=64,
     ),
+    "smollm3": Dims(
+        architecture="smollm3", layers=5, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
+        head_dim=64, ffn=512, tied=True,
+    ),
     "laguna": Dims(
         architecture="laguna", layers=8, hidden=256, vocab=320, context=512, heads=4,
         window_heads=6, kv_heads=2, head_dim=64, ffn=512, kinds=pattern(8, 4, "window", 0),

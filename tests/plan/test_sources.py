@@ -63,6 +63,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen35moe": ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", {**EXPERTS, **DELTA, **SHARED}),
     "mistral3": ("Mistral", "MistralConfig", {**DENSE, "sliding_window": 9}),
     "mistral3 of 3": ("Ministral3", "Ministral3Config", {**DENSE, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", "SmolLM3Config", {**DENSE, "pad_token_id": None}),
     "laguna": ("Laguna", "LagunaConfig", {**DENSE, **EXPERTS, **SHARED, **LAGUNA}),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {**DENSE, "sliding_window": 9}),
     "gemma4": (

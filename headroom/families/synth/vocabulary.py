@@ -29,7 +29,7 @@ def make_vocabulary(recipe: Recipe) -> Vocabulary:
     byte_level = kind.model == "gpt2"
     plain, merges = _byte_tokens() if byte_level else _blank_mark_tokens()
     special = kind.special or tuple(kind.places.values())
-    least = len(plain) + len(special) + max(kind.places or [0])
+    least = max(len(plain) + len(special), max(kind.places, default=0) + 1)
     if vocab < least:
         raise OptionError(
             f"A vocabulary of {vocab} tokens is too small for {recipe.family}.",

@@ -90,6 +90,7 @@ def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> N
         ("qwen3", TURNS + "<think>\n\n</think>\n\n", TURNS),
         ("qwen35", TURNS + "<think>\n\n</think>\n\n", TURNS + "<think>\n"),
         ("mistral3", MISTRAL_TURNS, MISTRAL_TURNS),
+        ("smollm3", TURNS + "<think>\n\n</think>\n", TURNS),
         ("laguna", LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
         ("gemma3", GEMMA3_TURNS, GEMMA3_TURNS),
         (
@@ -121,6 +122,7 @@ def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
     assert token("qwen3.6-27b", 248044) == "<|endoftext|>"
     assert token("laguna-xs.2", 24) == "</assistant>"
     assert token("mixtral-8x7b", 2) == "</s>"
+    assert token("smollm3-3b", 128012) == "<|im_end|>"
     assert token("gemma-3-4b", 106) == "<end_of_turn>"
     assert token("gemma-4-31b", 106) == "<turn|>"
     assert token("qwen3.6-27b", 248319) == "[PAD248319]"
