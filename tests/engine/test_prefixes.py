@@ -213,7 +213,10 @@ def push_out(asker: Asker) -> None:
     "asker",
     [
         {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"},
-        {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB", "device": "cpu,cpu"},
+        pytest.param(
+            {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB", "device": "cpu,cpu"},
+            marks=pytest.mark.slow,
+        ),
     ],
     indirect=True,
     ids=["one", "two"],
