@@ -105,6 +105,8 @@ class AnswerStats:
     decode_s: float  # from the first token to the last
     hit_rate: float | None  # share of picked experts in GPU memory; None: all are, or none exist
     cached_tokens: int = 0  # of the prompt, which an earlier request had computed
+    guessed_tokens: int = 0  # by a drafter
+    accepted_tokens: int = 0  # of the guessed ones, those that were right
 
     @classmethod
     def of(cls, last: "AnswerDelta | Completion") -> "AnswerStats":
@@ -119,6 +121,8 @@ class AnswerStats:
             first_token_s=timings.queue_s + timings.prefill_s,
             decode_s=timings.decode_s,
             hit_rate=rate if isinstance(rate, float) else None,
+            guessed_tokens=timings.guessed,
+            accepted_tokens=timings.accepted,
         )
 
     @property
@@ -138,6 +142,8 @@ class AnswerStats:
             parts.append(f"{self.tokens_per_s:.1f} tokens/s")
         if self.hit_rate is not None:
             parts.append(f"expert hits {100 * self.hit_rate:.0f} %")
+        if self.guessed_tokens:
+            parts.append(f"accepted drafts {self.accepted_tokens} of {self.guessed_tokens}")
         return ", ".join(parts)
 
 

@@ -84,6 +84,12 @@ def test_hits_are_told_where_experts_are_cold() -> None:
     assert stats(experts={"hit_rate": None}).line().endswith(" tokens/s")
 
 
+def test_accepted_drafts_are_told_where_tokens_were_guessed() -> None:
+    timings = Timings(0.25, 0.5, 1.0, guessed=20, accepted=12)
+    last = AnswerDelta(generated_tokens=31, prompt_tokens=9, timings=timings)
+    assert AnswerStats.of(last).line().endswith(" tokens/s, accepted drafts 12 of 20")
+
+
 def test_an_answer_of_one_token_has_no_rate() -> None:
     last = AnswerDelta(generated_tokens=1, prompt_tokens=1, timings=Timings(0.0, 0.5, 0.0))
     assert AnswerStats.of(last).line() == "first token 500 ms, prompt 1, answer 1 token"

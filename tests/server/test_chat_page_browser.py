@@ -172,6 +172,13 @@ def test_a_message_is_answered_with_markdown_and_numbers(page: "Page") -> None:
     assert page.title() == "hello · headroom"
 
 
+def test_the_numbers_tell_how_many_drafts_were_accepted(page: "Page") -> None:
+    numbers = "import('/page/message.js').then((m) => m.statisticsOf({s}).map((x) => x.text))"
+    told = page.evaluate(numbers.replace("{s}", "{ guessed: 2000, accepted: 1200 }"))
+    assert told == ["1,200 of 2,000 drafts accepted"]
+    assert page.evaluate(numbers.replace("{s}", "{ guessed: 0, accepted: 0 }")) == []
+
+
 def test_an_answer_streams_and_escape_stops_it(page: "Page", running: Running) -> None:
     running.engine.pause_s = 0.02
     ask(page, "count", wait=False)

@@ -117,5 +117,7 @@ export class Answer {
     stats.thought_tokens = usage.completion_tokens_details?.reasoning_tokens ?? 0;
     if (timings?.decode_tokens_per_second) stats.rate = timings.decode_tokens_per_second;
     stats.hit_rate = timings?.experts?.hit_rate ?? undefined;
+    stats.guessed = timings?.draft_tokens ?? 0;
+    stats.accepted = timings?.draft_tokens_accepted ?? 0;
   }
 }

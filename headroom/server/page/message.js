@@ -35,6 +35,9 @@ export function statisticsOf(stats) {
   if (stats.hit_rate !== undefined && stats.hit_rate !== null) {
     parts.push({ text: `${(100 * stats.hit_rate).toFixed(1)} % expert hits`, title: "Picks of experts that were in the device's memory" });
   }
+  if (stats.guessed) {
+    parts.push({ text: `${counted(stats.accepted)} of ${counted(stats.guessed)} drafts accepted`, title: "Tokens that were guessed ahead, and those of them that were right" });
+  }
   return parts;
 }
 
