@@ -127,7 +127,7 @@ def test_a_line_that_makes_no_sense_is_a_usage_error(
         (
             ["bench", "--max-tokens", "1"],
             "no option --max-tokens. --max-tokens is an option of headroom run and chat. "
-            "Did you mean --tokens or --cache-tokens?",
+            "Did you mean --tokens or --draft-tokens or --cache-tokens?",
         ),
     ],
 )

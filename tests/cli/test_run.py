@@ -113,6 +113,8 @@ def test_json_is_exactly_one_object(
             "prefill_s": 0.5,
             "decode_s": 0.375,
             "decode_tokens_per_s": 8.0,
+            "guessed": 0,
+            "accepted": 0,
         },
         "seed": 3,
     }

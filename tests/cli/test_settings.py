@@ -14,7 +14,7 @@ from headroom.options import Options, flag
 
 ENGINE = [flag(setting) for setting in fields(Options) if setting.metadata["group"] == "engine"]
 # A command prints one answer as text, so these have no flag.
-WITHOUT_FLAG = {"logit_bias", "draw", "logprobs", "prompt_logprobs"}
+WITHOUT_FLAG = {"logit_bias", "draw", "draft", "logprobs", "prompt_logprobs"}
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "serve", "plan"])
