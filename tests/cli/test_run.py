@@ -115,6 +115,7 @@ def test_json_is_exactly_one_object(
             "decode_tokens_per_s": 8.0,
             "guessed": 0,
             "accepted": 0,
+            "held_back": 0,
         },
         "seed": 3,
     }
