@@ -95,6 +95,15 @@ def find_model(name: str, home: Path, *, known: Mapping[str, WheelModel] = KNOWN
     )
 
 
+def is_on_disk(name: str, home: Path) -> bool:
+    """Return whether a name is that of a model on this disk."""
+    try:
+        find_model(name, home)
+    except FormatError:
+        return False
+    return True
+
+
 def pull(
     name: str,
     home: Path,
@@ -190,7 +199,7 @@ def _model_in(folder: Path, name: HubName, *, whole: bool) -> Path | None:
             file = choose_file(name, there)
         except FormatError:
             return None
-    parts = _gguf_parts(file)
+    parts = gguf_parts(file)
     return folder / parts[0] if all((folder / part).is_file() for part in parts) else None
 
 
@@ -229,7 +238,7 @@ def repository_name(folder: Path) -> str:
     return folder.name.replace("--", "/", 1)
 
 
-def _gguf_parts(file: str) -> list[str]:
+def gguf_parts(file: str) -> list[str]:
     """Return the names of all parts of a GGUF file in a repository, inside its folder."""
     if ".." in Path(file).parts or Path(file).is_absolute():
         raise FormatError(f"{file!r} is not a path inside a repository.")
@@ -431,13 +440,13 @@ def _siblings(name: HubName) -> Sequence[RepoSibling]:
 
 def _wanted_files(name: HubName) -> _Wanted:
     """Return the files to pull, or refuse a name that the hub has not."""
-    parts = [] if name.file is None else _gguf_parts(name.file)  # refuses paths that lead outside
+    parts = [] if name.file is None else gguf_parts(name.file)  # refuses paths that lead outside
     siblings = _siblings(name)
     sizes = {one.rfilename: one.size or 0 for one in siblings}
     if name.file is None and name.quant is None and (names := _own_files(sizes)):
         return _Wanted(None, {x: sizes[x] for x in names}, _digests(siblings, names))
     if name.file is None:
-        parts = _gguf_parts(choose_file(name, sizes))
+        parts = gguf_parts(choose_file(name, sizes))
     if missing := [part for part in parts if part not in sizes]:
         others = first_files(sizes)
         listed = ", ".join(others[:_MOST_LISTED]) + (", ..." if len(others) > _MOST_LISTED else "")

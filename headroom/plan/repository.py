@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from headroom.errors import FormatError, HeadroomError
 from headroom.families.registry import NAMINGS
-from headroom.formats.gguf import PART_NAME, part_names
-from headroom.formats.hub import find_model, list_files
+from headroom.formats.hub import gguf_parts, is_on_disk, list_files
 from headroom.formats.hub_names import first_files, parse_hub_name, quant_of_file
 from headroom.formats.remote import read_hub
 from headroom.plan.plan import DoesNotFitError, Plan
@@ -45,7 +44,7 @@ def offered_files(text: str, home: Path) -> list[OfferedFile]:
     a repository with safetensors or with one GGUF model.
     """
     name = parse_hub_name(text)
-    if name is None or name.file is not None or name.quant is not None or _is_here(text, home):
+    if name is None or name.file is not None or name.quant is not None or is_on_disk(text, home):
         return []
     sizes = list_files(name)
     if any(file.endswith(".safetensors") and "/" not in file for file in sizes):
@@ -56,7 +55,7 @@ def offered_files(text: str, home: Path) -> list[OfferedFile]:
     for file, quant in zip(firsts, quants, strict=True):
         unique = quant is not None and quants.count(quant) == 1
         shown = quant if unique and quant is not None else file
-        size = sum(sizes.get(part, 0) for part in _parts(file))
+        size = sum(sizes.get(part, 0) for part in gguf_parts(file))
         found.append(OfferedFile(f"{name.repo}:{shown}", shown, file, size))
     return sorted(found, key=lambda x: x.size_bytes) if len(found) > 1 else []
 
@@ -91,17 +90,3 @@ def plan_offered(
         except HeadroomError as error:
             found.append(OfferedPlan(offered, None, error.message))
     return found
-
-
-def _is_here(text: str, home: Path) -> bool:
-    try:
-        find_model(text, home)
-    except FormatError:
-        return False
-    return True
-
-
-def _parts(file: str) -> list[str]:
-    path = PurePosixPath(file)
-    part = PART_NAME.fullmatch(path.name)
-    return [file] if part is None else [str(path.with_name(name)) for name in part_names(part)]

@@ -18,7 +18,7 @@ from headroom.families.registry import (
 from headroom.families.tables import Types, tensor_table
 from headroom.formats.checkpoint import Checkpoint, bare_config
 from headroom.formats.header import ModelHeader
-from headroom.formats.hub import find_model, list_files
+from headroom.formats.hub import find_model, is_on_disk, list_files
 from headroom.formats.hub_names import HubName, choose_file, first_files, parse_hub_name
 from headroom.formats.mixes import MIXES, find_mix
 from headroom.formats.names import canonical_name
@@ -59,20 +59,12 @@ def find_source(text: str, home: Path) -> PlanSource:
 def _file_of_quant(text: str, home: Path) -> str | None:
     """Return the GGUF file that `org/repo:q4_k_m` means; None if it is a mix for safetensors."""
     name = parse_hub_name(text)
-    if name is None or name.quant is None or _is_here(name.repo, home):
+    if name is None or name.quant is None or is_on_disk(name.repo, home):
         return None
-    if _is_here(text, home):
+    if is_on_disk(text, home):
         return text
     files = list_files(name)
     return f"{name.repo}:{choose_file(name, files)}" if first_files(files) else None
-
-
-def _is_here(text: str, home: Path) -> bool:
-    try:
-        find_model(text, home)
-    except FormatError:
-        return False
-    return True
 
 
 def _open_model(text: str, home: Path) -> Checkpoint | ModelHeader:

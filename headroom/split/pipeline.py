@@ -239,7 +239,7 @@ class Pipeline:
     def settle(self) -> None:
         """Run what some stages have not run yet of the last step.
 
-        Whoever reads or changes caches besides the steps calls this first.
+        Code that reads or changes caches between steps must call this first.
         """
         late, self._late = self._late, None
         if late is not None:
