@@ -1,5 +1,6 @@
 """Abilities: what a model's files say about chat, thoughts and tools."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from headroom.families.files import open_checkpoint
@@ -24,3 +25,13 @@ def test_a_plain_model_has_neither_thoughts_nor_a_format_of_its_own(tiny_path: P
     assert abilities.template is not None
     assert abilities.reasoning_facts() == {"supported": False}
     assert abilities.stop_tokens() == ["<|end|>"]
+
+
+def test_facts_of_thoughts_say_who_begins_them_and_the_known_efforts(tmp_path: Path) -> None:
+    path = write_model("qwen35", "q8_0", tmp_path, few_layers=True)
+    abilities = Abilities.of(open_checkpoint(path))
+    assert abilities.reasoning is not None
+    for opened, default in ((True, "on"), (False, "by the model")):
+        facts = replace(abilities, reasoning=replace(abilities.reasoning, opened=opened))
+        assert facts.reasoning_facts()["default"] == default
+        assert facts.reasoning_facts()["efforts"][:3] == ["none", "minimal", "low"]

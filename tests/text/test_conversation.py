@@ -114,3 +114,10 @@ def test_a_wrong_value_is_refused_when_it_is_given(
     with pytest.raises(RequestError, match=message) as caught:
         made()
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("length", "shown"), [(38, "x" * 38 + "'"), (39, "x" * 39 + "...")])
+def test_a_wrong_value_is_shown_up_to_40_characters(length: int, shown: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ToolChoice(mode="x" * length)  # type: ignore[arg-type]
+    assert f"tool_choice is '{shown}; it must be" in caught.value.message

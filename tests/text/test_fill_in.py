@@ -72,3 +72,36 @@ def test_marks_in_the_texts_are_plain_text(tmp_path: Path) -> None:
     prompt = gap.prompt(tokenizer, "<|end|>", "b")
     assert tokenizer.find("<|end|>") not in prompt
     assert len(prompt) == len("<|end|>") + 1 + 3
+
+
+def test_a_prompt_begins_with_bos_once_if_the_tokenizer_adds_it(tmp_path: Path) -> None:
+    marks = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<s>")
+    tokenizer_with(tmp_path, *marks)
+    config = {"bos_token": "<s>", "add_bos_token": True}
+    tokenizer = Tokenizer.from_file(tmp_path / "tokenizer.json", config)
+    bos, a, b = (tokenizer.encode(text, add_bos=False) for text in ("<s>", "a", "b"))
+    gap = find_fill_in(NO_FILE, tokenizer)
+    assert gap is not None
+    wanted = [*bos, gap.prefix, *a, gap.suffix, *b, gap.middle]
+    for before in ("a", a, [*bos, *a]):
+        assert gap.prompt(tokenizer, before, "b") == wanted
+    reversed_gap = FillIn(prefix=1, suffix=2, middle=None, stop_ids=frozenset())
+    assert reversed_gap.prompt(tokenizer, [*bos, *a], "b") == [*bos, 2, *b, 1, *a]
+
+
+def test_a_file_that_names_only_some_tokens_is_not_believed(tmp_path: Path) -> None:
+    names = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    tokenizer = tokenizer_with(tmp_path, *names)
+    ids = {"fim_pre": 5, "fim_suf": 6}
+    file = cast(Checkpoint, SimpleNamespace(vocabulary=SimpleNamespace(special_ids=ids)))
+    found = find_fill_in(file, tokenizer)
+    assert found is not None
+    assert (found.prefix, found.suffix, found.middle) == tuple(map(tokenizer.find, names))
+    assert find_fill_in(file, tokenizer_with(tmp_path, "[PREFIX]")) is None
+    codestral = tokenizer_with(tmp_path, "[PREFIX]", "[SUFFIX]", "<EOT>")
+    found = find_fill_in(file, codestral)
+    assert found is not None
+    assert (found.prefix, found.suffix, found.middle) == (
+        codestral.find("[PREFIX]"), codestral.find("[SUFFIX]"), None
+    )  # fmt: skip
+    assert found.stop_ids == {codestral.find("<EOT>")}

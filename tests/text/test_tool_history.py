@@ -177,3 +177,71 @@ def test_a_system_message_moves_into_the_first_question() -> None:
     ]
     for turns in ([user, answer], [system], [system, answer, user]):
         assert without_system(turns) == turns
+
+
+def test_a_result_that_comes_after_another_message_stays_there() -> None:
+    question = {"role": "user", "content": "And?"}
+    messages = [asks(call("f", "1"), call("g", "2")), result("1"), question, result("2")]
+    found = one_call_each(messages)
+    assert [turn["role"] for turn in found] == ["assistant", "tool", "assistant", "user", "tool"]
+    assert found[1:2] + found[3:] == messages[1:]
+
+
+def test_one_call_and_its_result_stay_as_they_are() -> None:
+    messages = [asks(call("f", "1"), text="Well."), result("1")]
+    assert one_call_each(messages) == messages
+
+
+def test_of_two_results_with_one_id_each_goes_to_a_call() -> None:
+    messages = [asks(call("f", "1"), call("g", "1")), result("1", "a"), result("1", "b")]
+    found = one_call_each(messages)
+    assert [turn["content"] for turn in found if turn["role"] == "tool"] == ["a", "b"]
+
+
+def test_calls_without_an_id_or_a_function_s_name_are_kept() -> None:
+    nameless = {"id": 7, "function": "look"}
+    (turn,) = history_turns([asks({"function": {"name": "now"}}, nameless)], SHORT)
+    assert turn["tool_calls"] == [
+        {"type": "function", "function": {"name": "now", "arguments": {}}},
+        {"type": "function", "function": {"name": None, "arguments": {}}},
+    ]
+    (spelled,) = spelled_turns([asks(nameless, text="")], ())
+    assert spelled["content"] == (
+        '<tool_call>\n{"name": null, "arguments": {}}\n</tool_call>'
+    )
+
+
+def test_a_result_keeps_its_own_name_and_text() -> None:
+    named = {**result("1", "sea"), "name": "peek"}
+    found = history_turns([asks(call("look", "1")), named], LONG)[1]
+    assert (found["name"], found["content"]) == ("peek", "sea")
+    nameless = {"role": "tool", "content": "sea"}
+    assert history_turns([nameless], LONG) == [nameless]
+
+
+def test_an_id_with_half_a_character_is_shortened_too() -> None:
+    (asked,) = history_turns([asks(call("f", "\ud800"))], SHORT)
+    assert SHORT_ID.fullmatch(asked["tool_calls"][0]["id"])
+
+
+def test_a_message_of_calls_adds_what_the_answer_before_it_does_not_say() -> None:
+    said = {"role": "assistant", "content": "Well.", "reasoning_content": "Hm."}
+    asked = {**asks(call("a", "1")), "reasoning_content": "No.", "model": "m"}
+    (merged,) = merged_turns([said, asked])
+    assert (merged["reasoning_content"], merged["model"]) == ("Hm.", "m")
+    assert merged["content"] == "Well."
+    assert merged_turns([said, {"role": "user", "content": "q"}])[0] is said
+
+
+def test_results_of_different_turns_are_messages_of_their_own() -> None:
+    messages = [result("1", "sea"), asks(call("look", "2"), text="On."), result("2", "sky")]
+    found = spelled_turns(messages, ())
+    assert [turn["role"] for turn in found] == ["user", "assistant", "user"]
+    assert found[0]["content"] == "<tool_response>\nsea\n</tool_response>"
+    assert all(set(turn) == {"role", "content"} for turn in found)
+
+
+def test_a_system_message_moves_with_all_its_parts() -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": "Be"}, "brief.", {"x": 1}]}
+    user = {"role": "user", "content": None}
+    assert without_system([system, user]) == [{"role": "user", "content": "Be\nbrief.\n\n"}]

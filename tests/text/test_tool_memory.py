@@ -94,3 +94,58 @@ def test_only_answers_with_calls_are_kept() -> None:
     found = memory.find(message("a", tool_calls=called))
     assert found is not None
     assert (list(found.tokens), found.prompt_end) == ([5, 6], "The prompt.\n")
+
+
+def test_an_answer_whose_calls_end_inside_its_thought_is_not_kept() -> None:
+    calls = (CallDelta(index=0, id="a", name="f"), CallDelta(index=0, arguments="{}"))
+    for after_thought, kept in ((2, 1), (3, 0), (4, 0)):
+        memory = ToolMemory()
+        memory.keeper("")(
+            WrittenAnswer(
+                tokens=[5], raw="raw", after_thought=after_thought, parts=AnswerParts(calls=calls)
+            )
+        )
+        assert len(memory) == kept
+
+
+def test_the_last_200_characters_of_a_prompt_are_kept() -> None:
+    memory = ToolMemory()
+    calls = (CallDelta(index=0, id="a", name="f"), CallDelta(index=0, arguments="{}"))
+    parts = AnswerParts(thought="Why?", text="Hm.", calls=calls)
+    keep = memory.keeper("x" + "y" * 200)
+    keep(WrittenAnswer(tokens=[5], raw="raw", after_thought=1, parts=parts))
+    called = [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]
+    found = memory.find(message("a", tool_calls=called))
+    assert found is not None
+    assert found.prompt_end == "y" * 200
+    assert (found.raw, found.after_thought, found.thought, found.text) == ("raw", 1, "Why?", "Hm.")
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [{**message("a")["tool_calls"][0], "id": "b"}, message("a")["tool_calls"][1]],
+        [message("a")["tool_calls"][0], {**message("a")["tool_calls"][1], "id": "other"}],
+        [message("a")["tool_calls"][0], {"id": "a-2", "function": "g"}],
+        [message("a")["tool_calls"][0], {"id": "a-2", "function": {"name": "h"}}],
+        [*message("a")["tool_calls"], {"id": "c", "function": {"name": "f"}}],
+    ],
+)
+def test_each_call_must_be_the_one_that_was_made(calls: list[Any]) -> None:
+    memory = ToolMemory()
+    memory.remember(answer("a"))
+    assert memory.find(message("a", tool_calls=calls)) is None
+
+
+def test_every_character_and_token_of_an_answer_counts_four_bytes() -> None:
+    known = answer("a")
+    for more in (
+        replace(known, raw=known.raw + "x"),
+        replace(known, thought="x"),
+        replace(known, text=known.text + "x"),
+        replace(known, tokens=(1, 2)),
+        replace(known, calls=(replace(known.calls[0], name="ff"), known.calls[1])),
+        replace(known, calls=(replace(known.calls[0], arguments='{"a": 12}'), known.calls[1])),
+    ):
+        assert more.bytes - known.bytes == 4
+    assert known.bytes - replace(known, calls=known.calls[:1]).bytes > 4 * len('g{"broken')
