@@ -11,9 +11,10 @@ RUN apt-get update \
 WORKDIR /source
 COPY pyproject.toml CMakeLists.txt README.md LICENSE ./
 COPY headroom headroom
-# Without its C++ module the package would be built, too, and run on slow kernels: that is an error here.
+# Without its C++ module the package would be built, too, and run on slow kernels: that is an error
+# here, and --verbose shows what the compiler said.
 RUN python3 -m venv /build \
-    && /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist . \
+    && /build/bin/pip wheel --verbose --no-cache-dir --no-deps --wheel-dir /dist . \
     && /build/bin/python -m zipfile --list /dist/*.whl > /dist/contents \
     && grep --quiet kernels/native/_native /dist/contents
 

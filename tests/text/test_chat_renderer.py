@@ -297,3 +297,86 @@ def test_schemas_that_the_template_cannot_write_at_all_are_refused_with_its_fail
     chat.tools = [Tool(name="weather", parameters=schema)]
     with pytest.raises(RequestError, match="it calls itself without end"):
         chat.prompt()
+
+
+@pytest.mark.parametrize(("left_out", "exact"), [(0, True), (1, True), (63, True), (64, False)])
+def test_a_template_may_leave_out_a_little_of_what_came_before_an_answer(
+    left_out: int, exact: bool
+) -> None:
+    """With the line break before it, 64 characters may be missing in later prompts."""
+    source, header = tool_template("qwen3").source, "{{- '<|im_start|>assistant\n' }}"
+    assert source.count(header) == 2  # of older answers, and of the next one
+    at = source.rindex(header) + len(header)
+    source = source[:at] + "{{- '" + "y" * left_out + "' }}" + source[at:]
+    tokenizer = tool_tokenizer("qwen3")
+    chat = Chat(tokenizer, ChatTemplate(source, "", tokenizer.eos_token))
+    chat.messages.append({"role": "user", "content": "Weather?"})
+    _, before = chat.prompt()
+    tokens = chat.answer(ANSWERS["json"][0])
+    start = [*before, *tokens]
+    assert (chat.prompt()[1][: len(start)] == start) == exact
+    # After another question, the template has the answer as it writes older ones.
+    chat.messages.append({"role": "user", "content": "Thanks."})
+    assert (chat.prompt()[1][: len(start)] == start) == (left_out == 0)
+
+
+@pytest.mark.parametrize(("changed", "exact"), [(17, False), (18, True)])
+def test_the_place_of_an_answer_is_known_by_the_24_characters_before_it(
+    changed: int, exact: bool
+) -> None:
+    chat = Chat(tool_tokenizer("mistral_list"), tool_template("mistral_list"))
+    question = "What is the weather like in Ulm?"
+    chat.messages.append({"role": "user", "content": question})
+    chat.answer(ANSWERS["mistral"][0] + "\n\n")
+    other = f"{question[:-changed]}_{question[len(question) - changed + 1 :]}"
+    assert len(other) == len(question)
+    chat.messages[0]["content"] = other
+    text, _ = chat.prompt()
+    assert f"{other}[/INST]{ANSWERS['mistral'][0]}" in text
+    assert (ANSWERS["mistral"][0] + "\n\n" in text) == exact  # the model's own line breaks
+
+
+def test_if_a_template_takes_no_form_of_the_messages_the_first_refusal_is_told() -> None:
+    tokenizer, plain = tool_tokenizer("qwen3"), tool_template("qwen3")
+    refusing = (
+        "{%- for m in messages if m.tool_calls %}"
+        "{{ raise_exception(m.tool_calls | length ~ ' calls: ' ~ m.tool_calls[0].function.arguments)"
+        " }}{% endfor %}"
+    )
+    chat = Chat(tokenizer, ChatTemplate(refusing + plain.source, "", tokenizer.eos_token))
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "weather", "arguments": "[1]"}}
+        for id in ("a", "b")
+    ]
+    chat.messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    with pytest.raises(RequestError, match=r"refused the messages: 2 calls: \[1\]$"):
+        chat.prompt()
+
+
+def test_results_of_tools_that_are_offered_no_more_are_written_too() -> None:
+    chat = Chat(tool_tokenizer("plain"), tool_template("plain"))
+    chat.tools = []
+    chat.messages = [
+        {"role": "user", "content": "q"},
+        {"role": "tool", "tool_call_id": "a", "content": "grey"},
+    ]
+    text, _ = chat.prompt()
+    assert "user\n<tool_response>\ngrey\n</tool_response>" in text
+    assert "You can call" not in text
+
+
+def test_a_call_without_a_known_answer_does_not_hide_the_known_ones() -> None:
+    chat = Chat(tool_tokenizer("qwen3"), tool_template("qwen3"))
+    chat.messages.append({"role": "user", "content": "Weather?"})
+    chat.answer(ANSWERS["json"][0])
+    foreign = {"id": "x", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    chat.messages += [
+        {"role": "assistant", "content": "", "tool_calls": [foreign]},
+        {"role": "tool", "tool_call_id": "x", "content": "sun"},
+    ]
+    text, _ = chat.prompt()
+    assert ANSWERS["json"][0] in text
+    assert '{"name": "weather", "arguments": {"city": "Ulm"}}' in text

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,16 @@ import pytest
 from headroom.errors import HeadroomError, RequestError
 from headroom.formats.vocabulary import Vocabulary
 from headroom.text.conversation import OutputFormat
-from headroom.text.grammar import GrammarCompiler, GrammarState, Mask, token_bits
+from headroom.text.grammar import (
+    MOST_DIVISORS,
+    Grammar,
+    GrammarCompiler,
+    GrammarState,
+    Mask,
+    check_divisors,
+    token_bits,
+)
+from headroom.text.schema_faults import MOST_GRAMMAR_CHARACTERS
 from headroom.text.spelling import BYTE_OF
 from headroom.text.tokenizer import Tokenizer
 from tests.text.small_vocabularies import gemma_vocabulary, sentencepiece_vocabulary
@@ -441,3 +451,62 @@ def test_a_model_without_a_stop_token_has_no_grammars() -> None:
 
 def test_masks_of_tokens_have_a_bit_for_each() -> None:
     assert token_bits([0, 31, 32, 70], 71).tolist() == [1 + (1 << 31), 1, 1 << 6]
+
+
+def test_the_latest_64_grammars_are_kept() -> None:
+    made = compiler()
+
+    def grammar(text: str) -> Grammar:
+        return made.compile([OutputFormat(kind="choice", value=[text])])
+
+    first, second = grammar("first"), grammar("second")
+    for number in range(62):
+        grammar(str(number))
+    assert grammar("first") is first  # it is now the latest one
+    grammar("one too many")
+    assert grammar("first") is first
+    assert grammar("second") is not second
+
+
+def test_divisors_and_characters_may_have_their_limits_and_no_more() -> None:
+    made = compiler()
+    check_divisors({"multipleOf": MOST_DIVISORS - 1}, "tools")
+    check_divisors({"anyOf": [{"multipleOf": MOST_DIVISORS - 1}, {"multipleOf": 10}]}, "tools")
+    with pytest.raises(RequestError, match="add up to 100,001; at most 100,000") as caught:
+        check_divisors({"anyOf": [{"multipleOf": MOST_DIVISORS - 1}, {"multipleOf": 2}]}, "tools")
+    assert caught.value.param == "tools"
+    frame = len('{"grammars": [{"lark_grammar": "start: \\"\\""}]}')
+    longest = "x" * (MOST_GRAMMAR_CHARACTERS - frame)
+    assert made.compile([OutputFormat(kind="choice", value=[longest])]).count_matching([87]) == 1
+    with pytest.raises(RequestError, match="has 262,145 characters; at most 262,144"):
+        made.compile([OutputFormat(kind="choice", value=[longest + "x"])])
+
+
+def test_a_grammar_that_fails_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for kind, value in (("lark", "start: b"), ("regex", "("), ("json_schema", {"type": "text"})):
+        with pytest.raises(RequestError):
+            compiler().compile([OutputFormat(kind=kind, value=value)])  # type: ignore[arg-type]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("drops_blank", [False, True])
+@pytest.mark.parametrize("after_thought", [False, True])
+@pytest.mark.parametrize("continues", [False, True])
+def test_only_what_models_write_before_an_answer_may_come_before_it(
+    drops_blank: bool, after_thought: bool, continues: bool
+) -> None:
+    vocabulary = replace(sentencepiece_vocabulary(), add_bos=False)
+    tokenizer = Tokenizer.from_vocabulary(vocabulary, blank_prefix=drops_blank)
+    grammar = compiler(tokenizer).compile(
+        [OutputFormat(kind="choice", value=["hello"])],
+        after_thought=after_thought,
+        continues=continues,
+    )
+    blank, line = tokenizer.find("▁"), tokenizer.find("<0x0A>")
+    assert blank is not None
+    assert line is not None
+    blanks = drops_blank and (after_thought or not continues)
+    assert (grammar.count_matching([blank]) == 1) == blanks
+    for count in range(1, 4):
+        lines = grammar.count_matching([line] * count) == count
+        assert lines == (after_thought and count <= 2)

@@ -129,3 +129,64 @@ def test_what_no_terminal_can_say_raises_its_path(schema: dict[str, Any], path: 
 def test_a_schema_without_limits_allows_any_text() -> None:
     for schema in (True, {}, {"type": "string"}, {"description": "x"}, {"minLength": 0}):
         assert string_terminal(schema, {}) == ANY_TEXT
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"maxLength": 0},
+        {"maxLength": 1},
+        {"minLength": 1, "maxLength": 1},
+        {"minLength": 0, "maxLength": 2},
+        {"pattern": "[|]x|^b"},
+        {"pattern": r"^a\|b$"},
+        {"pattern": r"^[\]|]$"},
+        {"pattern": r"\\$"},
+        {"pattern": r"^(a\)|b)$"},
+        {"pattern": "^(a|b)$|c"},
+        {"enum": ["a", "ab"], "pattern": "b"},
+        {"anyOf": [{"type": "string"}, {"maxLength": 1}]},
+        {"oneOf": [{"type": "integer"}, {"maxLength": 1}]},
+        {"oneOf": [{"minLength": 1}, {"maxLength": 2}]},
+    ],
+    ids=str,
+)
+def test_limits_and_bars_of_a_schema_mean_what_they_mean_in_jsonschema(
+    schema: dict[str, Any],
+) -> None:
+    grammar = f"start: T\nT: {string_terminal(schema, ROOT)}"
+    check = jsonschema.Draft202012Validator(schema)
+    texts = ["", "a", "b", "c", "aa", "ab", "|", "|x", "a|b", "]", "\\", "a\\", "$", "a)", "ax"]
+    for text in texts:
+        assert accepts(grammar, text) == check.is_valid(text), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "reason"),
+    [
+        ({"minLength": -1}, "/x/minLength", "`minLength` is not a number of characters"),
+        ({"maxLength": True}, "/x/maxLength", "`maxLength` is not a number of characters"),
+        ({"maxLength": "3"}, "/x/maxLength", "`maxLength` is not a number of characters"),
+        ({"minLength": 3, "maxLength": 2}, "/x/maxLength", "2 is less than `minLength` (3)"),
+        ({"pattern": "\ud800"}, "/x/pattern", "the pattern is not valid Unicode"),
+        ({"enum": ["\ud800"]}, "/x", "no string matches it"),
+        ({"const": 1}, "/x", "no string matches it"),
+        ({"oneOf": []}, "/x/oneOf", "no string matches it"),
+        ({"allOf": [{}, {"then": {}}]}, "/x/allOf/1/then", "`then` cannot be enforced for strings"),
+    ],
+)
+def test_a_schema_that_no_terminal_can_say_is_told_why(
+    schema: dict[str, Any], path: str, reason: str
+) -> None:
+    with pytest.raises(SchemaError) as caught:
+        string_terminal(schema, {}, "/x")
+    assert (caught.value.path, caught.value.reason) == (path, reason)
+
+
+def test_references_are_followed_16_deep_and_no_deeper() -> None:
+    definitions: dict[str, Any] = {"d0": {"maxLength": 1}}
+    definitions |= {f"d{n}": {"$ref": f"#/$defs/d{n - 1}"} for n in range(1, 18)}
+    root = {"$defs": definitions}
+    assert string_terminal({"$ref": "#/$defs/d15"}, root) == "/(?s:.){0,1}/"
+    with pytest.raises(SchemaError, match="more than 16 deep"):
+        string_terminal({"$ref": "#/$defs/d16"}, root)

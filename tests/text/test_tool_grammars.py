@@ -238,3 +238,134 @@ def test_an_output_format_and_tools_can_be_asked_for_together(model: str) -> Non
             state.advance(token)
         else:
             assert state.may_end == fits, answer
+
+
+def calls_of_model(model: str, count: int, text: str = "") -> str:
+    """Return calls of one tool as the model's template writes them, after a text."""
+    function = {"name": "get_weather", "arguments": {"city": "x", "unit": "kelvin", "near": []}}
+    calls = [
+        {"type": "function", "id": f"abcdefgh{at}", "function": function} for at in range(count)
+    ]
+    return rendered_answer(model, {"role": "assistant", "content": text, "tool_calls": calls})
+
+
+@pytest.mark.parametrize("model", sorted({*NATIVE_MODELS} - {"llama3"}))
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_several_calls_are_taken_only_if_calls_may_be_parallel(model: str, mode: Any) -> None:
+    walker, strict = Walker(model), (replace(WEATHER, strict=True),)
+    many = tool_grammar(walker.form, strict, ToolChoice(mode=mode))
+    single = tool_grammar(walker.form, strict, ToolChoice(mode=mode, parallel=False))
+    assert many is not None
+    assert single is not None
+    one, two, three = (calls_of_model(model, count).strip("\n") for count in (1, 2, 3))
+    assert [walker.accepts(many, answer) for answer in (one, two, three)] == [True] * 3
+    assert [walker.accepts(single, answer) for answer in (one, two, three)] == [True, False, False]
+
+
+@pytest.mark.parametrize("model", sorted({*NATIVE_MODELS} - {"llama3"}))
+def test_text_may_stand_around_calls_that_need_not_come(model: str) -> None:
+    walker, strict = Walker(model), (replace(WEATHER, strict=True),)
+    many = tool_grammar(walker.form, strict, ToolChoice())
+    single = tool_grammar(walker.form, strict, ToolChoice(parallel=False))
+    required = tool_grammar(walker.form, strict, REQUIRED)
+    assert many is not None
+    assert single is not None
+    assert required is not None
+    call = calls_of_model(model, 1).strip("\n")
+    later = () if model == "mistral_list" else (many,)  # its only list ends the answer
+    for answer, grammars in (
+        (f"Well. {call}", (many, single)),
+        (f"{call} And {call} Done.", later),
+        (f"{call} Done.", later),
+        ("Done.", (many, single)),
+        ("", (many, single)),
+        (call, (many, single, required)),
+        (call[:-3], ()),
+    ):
+        taken = [g for g in (many, single, required) if walker.accepts(g, answer)]
+        assert taken == list(grammars), answer
+
+
+@pytest.mark.parametrize("model", TOOL_MODELS)
+def test_required_calls_between_tags_may_have_line_breaks_around_them(model: str) -> None:
+    walker = Walker(model)
+    grammar = tool_grammar(walker.form, (NOW,), REQUIRED)
+    assert grammar is not None
+    answer = next(
+        found
+        for seed in range(9)
+        if (found := walker.walk(grammar, random.Random(seed))) is not None
+        and len(join_calls(parse(walker.form, (NOW,), found).calls)) == 1
+    ).strip("\n")
+    tagged = walker.form.end == "</tool_call>"
+    for before in range(4):
+        for after in range(3):
+            padded = "\n" * before + answer + "\n" * after
+            fits = before <= 2 and after <= 1 if tagged else before == after == 0
+            assert walker.accepts(grammar, padded) == fits, padded
+
+
+def test_ids_of_calls_have_nine_letters_or_digits_where_the_model_writes_them() -> None:
+    walker = Walker("mistral_list")
+    grammar = tool_grammar(walker.form, (NOW,), REQUIRED)
+    assert grammar is not None
+    start = '[TOOL_CALLS][{"name": "now", "arguments": {}'
+    for rest, fits in (
+        ("}]", True),
+        (', "id": "abcDEF123"}]', True),
+        (', "id": "abcDEF12"}]', False),
+        (', "id": "abcDEF1234"}]', False),
+        (', "id": "abc-EF123"}]', False),
+    ):
+        assert walker.accepts(grammar, start + rest) == fits, rest
+    walker = Walker("mistral_args")
+    grammar = tool_grammar(walker.form, (NOW,), REQUIRED)
+    assert grammar is not None
+    for written, fits in (("[CALL_ID]abcDEF123", True), ("", False), ("[CALL_ID]abc", False)):
+        assert walker.accepts(grammar, f"[TOOL_CALLS]now{written}[ARGS]{{}}") == fits, written
+    without = replace(walker.form, writes_ids=False)
+    grammar = tool_grammar(without, (NOW,), REQUIRED)
+    assert grammar is not None
+    assert walker.accepts(grammar, "[TOOL_CALLS]now[ARGS]{}")
+    assert not walker.accepts(grammar, "[TOOL_CALLS]now[CALL_ID]abcDEF123[ARGS]{}")
+
+
+def test_with_bare_json_an_answer_is_a_call_or_text_that_does_not_begin_like_one() -> None:
+    walker = Walker("llama3")
+    grammar = tool_grammar(walker.form, (replace(WEATHER, strict=True), NOW), ToolChoice())
+    assert grammar is not None
+    call = '{"name": "now", "parameters": {}}'
+    for answer, fits in (
+        (call, True),
+        ("", True),
+        ("Text with a { in it", True),
+        ('{"a": 1}', False),
+        (f"{call}; {call}", False),
+        (f"{call} text", False),
+    ):
+        assert walker.accepts(grammar, answer) == fits, answer
+
+
+@pytest.mark.parametrize(
+    ("model", "opening", "value", "end", "longest"),
+    [
+        ("qwen35", "<parameter=", ">\nx\n</parameter>\n", "</function>\n</tool_call>", 200),
+        ("laguna", "<arg_key>", "</arg_key>\n<arg_value>x</arg_value>\n", "</tool_call>", 200),
+        ("gemma4", "", ':<|"|>x<|"|>', "}<tool_call|>", 100),
+    ],
+)
+def test_names_of_arguments_that_no_schema_names_are_short(
+    model: str, opening: str, value: str, end: str, longest: int
+) -> None:
+    starts = {
+        "qwen35": "<tool_call>\n<function=any>\n",
+        "laguna": "<tool_call>any\n",
+        "gemma4": "<|tool_call>call:any{",
+    }
+    walker = Walker(model)
+    free = Tool(name="any", parameters={"type": "object"})
+    grammar = tool_grammar(walker.form, (free,), REQUIRED)
+    assert grammar is not None
+    for length, fits in ((0, False), (1, True), (longest, True), (longest + 1, False)):
+        answer = f"{starts[model]}{opening}{'k' * length}{value}{end}"
+        assert walker.accepts(grammar, answer) == fits, length

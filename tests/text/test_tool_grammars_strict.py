@@ -1,5 +1,6 @@
 """Strict tools: random calls under the grammar have arguments that match the schema."""
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 from headroom.errors import RequestError
 from headroom.text.answer_parser import join_calls
 from headroom.text.conversation import Tool, ToolChoice, text_tool
+from headroom.text.plain_values import MAX_DEPTH
 from headroom.text.tool_grammars import tool_grammar
 from tests.text.matching import accepts
 from tests.text.test_tool_grammars import Walker, parse
@@ -379,3 +381,52 @@ def test_a_grammar_that_cannot_stand_in_a_call_is_refused_by_the_name_of_its_too
     with pytest.raises(RequestError, match=r"'shell' cannot be used: <\|end\|>") as caught:
         tool_grammar(Walker(model).form, [tool], ToolChoice())
     assert caught.value.param == "tools[0].custom.format"
+
+
+@pytest.mark.parametrize("least", [0, 1, 2, 3])
+@pytest.mark.parametrize("most", [None, 0, 1, 2, 3])
+def test_a_list_in_gemma_s_calls_has_as_many_items_as_its_schema_says(
+    least: int, most: int | None
+) -> None:
+    walker = Walker("gemma4")
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": least}
+    if most is not None:
+        if most < least:
+            return
+        schema["maxItems"] = most
+    for strict_tool in (True, False):
+        tool = replace(strict(a=schema), strict=strict_tool)
+        grammar = tool_grammar(walker.form, [tool], ONCE)
+        assert grammar is not None
+        for count in range(6):
+            fits = least <= count and (most is None or count <= most)
+            answer = call_of("gemma4", {"a": list(range(count))})
+            assert walker.accepts(grammar, answer) == fits, count
+
+
+@pytest.mark.parametrize("model", NATIVE_MODELS)
+def test_arguments_that_are_not_required_may_be_left_out(model: str) -> None:
+    walker = Walker(model)
+    tool = strict(a={"type": "integer"}, b={"type": "integer"}, c={"type": "integer"})
+    for needed in ([], ["b"], ["a", "c"]):
+        asked = replace(tool, parameters={**tool.parameters, "required": needed})
+        grammar = tool_grammar(walker.form, [asked], ONCE)
+        assert grammar is not None
+        for size in range(4):
+            for names in itertools.combinations("abc", size):
+                answer = call_of(model, {name: 1 for name in names})
+                assert walker.accepts(grammar, answer) == ({*needed} <= {*names}), names
+
+
+def nested_lists(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_values_in_gemma_s_calls_are_enforced_to_a_depth() -> None:
+    walker = Walker("gemma4")
+    assert tool_grammar(walker.form, [strict(a=nested_lists(MAX_DEPTH - 1))], ONCE)
+    with pytest.raises(RequestError, match=f"more than {MAX_DEPTH} deep"):
+        tool_grammar(walker.form, [strict(a=nested_lists(MAX_DEPTH))], ONCE)

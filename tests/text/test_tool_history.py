@@ -206,9 +206,7 @@ def test_calls_without_an_id_or_a_function_s_name_are_kept() -> None:
         {"type": "function", "function": {"name": None, "arguments": {}}},
     ]
     (spelled,) = spelled_turns([asks(nameless, text="")], ())
-    assert spelled["content"] == (
-        '<tool_call>\n{"name": null, "arguments": {}}\n</tool_call>'
-    )
+    assert spelled["content"] == ('<tool_call>\n{"name": null, "arguments": {}}\n</tool_call>')
 
 
 def test_a_result_keeps_its_own_name_and_text() -> None:
