@@ -108,3 +108,37 @@ def test_calls_at_the_end_of_a_thought_that_never_ended_are_calls(
 def test_without_tools_a_thought_has_no_calls() -> None:
     parser = AnswerParser(MARKS, in_thought=True)
     assert parser.push(f"Hm. {CALL}") + parser.finish() == AnswerParts(thought=f"Hm. {CALL}")
+
+
+def test_text_that_waits_behind_a_call_is_held_to_the_character() -> None:
+    form = ToolFormat(name="json_tags", starts=("<tool_call>",), read=read_tagged)
+    parser = AnswerParser(MARKS, tools=[WRITE], format=form)
+    parts = parser.push(f"Hm.{CALL} On <")
+    assert (parts.text, len(join_calls(parts.calls)), parser.held) == ("Hm.", 1, len(" On <"))
+    parts = parser.push("b")
+    assert (parts.text, parser.held) == (" On <b", 0)
+    assert parser.push(" ").text == ""
+    assert parser.held == 1
+    assert parser.finish().text == " "
+    assert parser.held == 0
+
+
+def test_only_the_characters_of_texts_are_text() -> None:
+    form = ToolFormat(name="json_tags", starts=("<tool_call>",), read=read_tagged)
+    answer = f"<think>a</think>Hm.{CALL} On."
+    for pieces in ([answer], list(answer)):
+        parser, parts = AnswerParser(MARKS, tools=[WRITE], format=form), AnswerParts()
+        for piece in pieces:
+            parts += parser.push(piece)
+        parts += parser.finish()
+        assert (parts.thought, parts.text) == ("a", "Hm. On.")
+        shown = [at for at in range(len(answer)) if parser.is_text(at, at + 1)]
+        assert "".join(answer[at] for at in shown) == "Hm. On."
+        first = answer.index("Hm.")
+        assert not parser.is_text(0, first)
+        assert parser.is_text(0, first + 1)
+        assert not parser.is_text(first + 3, first + 3 + len(CALL))
+        assert not parser.is_text(first, first)
+    plain = AnswerParser()
+    plain.push("a")
+    assert plain.is_text(5, 6)  # all of an answer without thoughts and calls

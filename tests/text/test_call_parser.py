@@ -359,3 +359,78 @@ def test_an_answer_that_breaks_off_in_a_call_s_markup_has_no_text(
         result = read_in_all_ways(form, whole[:end])
         assert [name for name, _ in result.calls] == ["get_weather"]
         assert result.text == "", whole[:end]
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "text", "calls"),
+    [
+        (LLAMA, '{"name": "now", "parameters": {}}; bye', "; bye", 1),
+        (LLAMA, '{"name": "now", "parameters": {}};', ";", 1),
+        (LLAMA, '{"name": "now", "parameters": {}}\n;\n{"name": "now", "parameters": {}}', "", 2),
+        (MISTRAL, '[TOOL_CALLS]{"name": "now", "arguments": {}} bye', "bye", 1),
+        (MISTRAL, '[TOOL_CALLS][{"name": "now", "arguments": {}} bye', "bye", 1),
+        (MISTRAL, '[TOOL_CALLS] [ {"name": "now", "arguments": {}} , {"name": "now"} ] bye',
+         "bye", 2),
+        (MISTRAL, "[TOOL_CALLS] now {} bye", "bye", 1),
+        (MISTRAL, "[TOOL_CALLS]now[ARGS] {}", "", 1),
+        (TAGS, "<tool_call>now</tool_call> <tool_call> now </tool_call>", "", 2),
+        (TAGS, "<tool_call>\n<function=now></tool_call> bye", "bye", 1),
+        (TAGS, "<function=now>{}</tool_call> bye", "bye", 1),
+        (TAGS, '<tool_call>[{"name": "now"} {"name": "now"}]</tool_call>',
+         '{"name": "now"}]</tool_call>', 1),
+        (GEMMA, "<|tool_call> call:now{} <tool_call|> bye", "bye", 1),
+    ],
+)  # fmt: skip
+def test_what_models_leave_out_of_markup_or_add_to_it_changes_no_call(
+    form: ToolFormat, answer: str, text: str, calls: int
+) -> None:
+    check(form, answer, text, *[("now", {})] * calls)
+
+
+@pytest.mark.parametrize("written", ["abc", "abc123XYZ0", "abc-23XYZ", ""])
+def test_an_id_that_the_template_would_refuse_is_replaced(written: str) -> None:
+    parser = AnswerParser(tools=TOOLS, format=MISTRAL)
+    parts = parser.push(f"[TOOL_CALLS]now[CALL_ID]{written}[ARGS]{{}}")
+    (call,) = join_calls((parts + parser.finish()).calls)
+    assert call.id != written
+    assert len(call.id) == 9
+    assert call.id.isalnum()
+    assert call.arguments == "{}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments"),
+    [
+        ('{text:<|"|>a<|"|>,}', {"text": "a"}),
+        ("{}", {}),
+        ('{ text : <|"|>a<|"|> }', {"text": "a"}),
+        ('{"text":"a\\n"}', {"text": "a\n"}),
+        ('{<|"|>text<|"|>:<|"|>a<|"|>}', {"text": "a"}),
+        ("{b:[1,[2,{c:[]}],]}", {"b": [1, [2, {"c": []}]]}),
+        ("{b:{c:1},text:2}", {"b": {"c": 1}, "text": "2"}),
+        ("{b:{text:2},c:[text,true,null,x]}", {"b": {"text": 2}, "c": ["text", True, None, "x"]}),
+        ("{text:a b}", {"text": "a b"}),
+        ("{b:-1.5e3,c:1.0}", {"b": -1500.0, "c": 1.0}),
+    ],
+)
+def test_objects_with_plain_keys_are_read(answer: str, arguments: object) -> None:
+    check(GEMMA, f"<|tool_call>call:write{answer}<tool_call|>", "", ("write", arguments))
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments", "text"),
+    [
+        ('{text:"a" b:2}<tool_call|>', '{"text": "a"', "b:2}<tool_call|>"),
+        ("{b:[1}<tool_call|>", '{"b": [1', "}<tool_call|>"),
+        ("{b:[1]]<tool_call|>", '{"b": [1]', "]<tool_call|>"),
+        ("{:1}<tool_call|>", "{", ":1}<tool_call|>"),
+        ("{b}<tool_call|>", "{", "b}<tool_call|>"),
+        ("{b:<tool_call|>", '{"b": ', "<tool_call|>"),
+    ],
+)
+def test_objects_with_plain_keys_that_are_wrong_keep_what_was_read(
+    answer: str, arguments: str, text: str
+) -> None:
+    result = read_in_all_ways(GEMMA, f"<|tool_call>call:write{answer}")
+    assert result.calls == [("write", arguments)]
+    assert result.text == text

@@ -340,8 +340,8 @@ def test_if_a_template_takes_no_form_of_the_messages_the_first_refusal_is_told()
     tokenizer, plain = tool_tokenizer("qwen3"), tool_template("qwen3")
     refusing = (
         "{%- for m in messages if m.tool_calls %}"
-        "{{ raise_exception(m.tool_calls | length ~ ' calls: ' ~ m.tool_calls[0].function.arguments)"
-        " }}{% endfor %}"
+        "{% set given = m.tool_calls[0].function.arguments %}"
+        "{{ raise_exception(m.tool_calls | length ~ ' calls: ' ~ given) }}{% endfor %}"
     )
     chat = Chat(tokenizer, ChatTemplate(refusing + plain.source, "", tokenizer.eos_token))
     calls = [

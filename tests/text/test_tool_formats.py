@@ -3,7 +3,7 @@
 import pytest
 
 from headroom.text.chat_template import ChatTemplate
-from headroom.text.tool_formats import find_tool_format
+from headroom.text.tool_formats import find_tool_format, is_cut_markup
 from tests.text.tool_models import tool_template, tool_tokenizer
 
 
@@ -58,3 +58,44 @@ def test_quotes_may_be_escaped_in_the_template() -> None:
     source = "{{- '<tool_call>{\\\"name\\\": ...}</tool_call>' }}"
     form = find_tool_format(tool_tokenizer("qwen3"), ChatTemplate(source, "", ""))
     assert (form.name, form.native) == ("json_tags", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("", True),
+        ("<", True),
+        ("<param", True),
+        ("<parameter=ci", True),
+        ("<parameter=city>", True),
+        ("<parameter=city> x", False),
+        ("\n<arg_key>city</arg_key>\n<arg_val", True),
+        ("<arg_key>city</arg_key><arg_value>", True),
+        ("<arg_key>city</arg_key><arg_value>x", False),
+        ("</function>\n</tool_c", True),
+        ("</function>\n</tool_call>", True),
+        ("</tool_call>", True),
+        ("<tool_call|>", True),
+        ("</tool_call>.", False),
+        ("</parameter>", False),
+        ("text", False),
+    ],
+)
+def test_the_beginning_of_markup_inside_a_block_is_known(text: str, cut: bool) -> None:
+    assert is_cut_markup(text) == cut
+
+
+def test_a_template_with_the_marks_of_several_formats_has_the_first_of_them() -> None:
+    both = "<tool_call> <function= <arg_key> [TOOL_CALLS] [ARGS]"
+    for source, name in (
+        (both, "function_tags"),
+        (both.replace("<function=", ""), "argument_tags"),
+        ("[TOOL_CALLS] [ARGS]", "named_json"),
+        ("[TOOL_CALLS]", "json_list"),
+        ("[ARGS]", "json_tags"),
+        ("<|tool_call> call:", "plain_keys"),
+        ("<|tool_call>", "json_tags"),
+    ):
+        form = find_tool_format(tool_tokenizer("qwen3"), ChatTemplate(source, "", ""))
+        assert form.name == name, source
+        assert form.native == (source not in ("[ARGS]", "<|tool_call>"))
