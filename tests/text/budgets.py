@@ -1,5 +1,6 @@
 """How much of a rendering's budget a call takes."""
 
+import itertools
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -9,6 +10,7 @@ from jinja2.exceptions import SecurityError
 from headroom.text.template_limits import (
     MAX_CHARACTERS,
     MAX_MADE,
+    MAX_STEPS,
     RenderBudget,
     budget,
     new_budget,
@@ -36,6 +38,22 @@ def fits(characters: int, of: RenderBudget) -> bool:
         while characters > 0:
             tried.make(min(characters, MAX_CHARACTERS))
             characters -= MAX_CHARACTERS
+    except SecurityError:
+        return False
+    return True
+
+
+def steps_of(run: Callable[[], object]) -> int:
+    """Return the steps that a call takes from a full budget, by what is left of it."""
+    with new_budget():
+        run()
+        return next(spent for spent in itertools.count() if has_steps(MAX_STEPS - spent))
+
+
+def has_steps(steps: int) -> bool:
+    """Return whether this rendering has so many steps left, and leave its budget as it was."""
+    try:
+        copy(budget()).step(steps)
     except SecurityError:
         return False
     return True

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from headroom.text.schema_faults import LENIENT_OPTIONS, enforceable, find_fault, plain_reason
+from headroom.text.schema_faults import (
+    LENIENT_OPTIONS,
+    MOST_GRAMMAR_CHARACTERS,
+    enforceable,
+    find_fault,
+    plain_reason,
+)
 from tests.text.matching import accepts
 
 
@@ -251,3 +257,59 @@ def test_a_reason_is_one_line_without_the_grammar() -> None:
     )
     assert plain_reason(error) == "Invalid type: any"
     assert plain_reason("panic: at 3\n<backtrace>\n 0: x") == "panic: at 3"
+
+
+def test_of_a_part_that_is_wrong_as_little_as_possible_is_left_out() -> None:
+    schema = {
+        "type": "object",
+        "description": "kept",
+        "properties": {
+            "a": {"type": "string", "pattern": "(?=x)", "maxLength": 3, "title": "A"},
+            "b/c": {"type": "array", "prefixItems": [{"type": "integer", "multipleOf": 0}]},
+            "d~": {"type": "integer", "minimum": "1", "maximum": "3", "title": "D"},
+            "e": {"anyOf": [{"type": "null"}, {"type": "any", "title": "E"}]},
+        },
+        "required": ["a", "d~", "z", 3],
+        "additionalProperties": False,
+    }
+    found = enforceable(schema)
+    parts = found["properties"]
+    assert parts["a"] == {"type": "string", "maxLength": 3, "title": "A"}
+    assert parts["b/c"] == {"type": "array", "prefixItems": [{"type": "integer"}]}
+    assert parts["d~"] == {"type": "integer", "title": "D"}
+    assert parts["e"] == {"anyOf": [{"type": "null"}, {"title": "E"}]}
+    assert found["required"] == ["a", "d~"]
+    assert (found["description"], found["additionalProperties"]) == ("kept", False)
+
+
+def test_a_schema_that_is_too_long_for_any_grammar_is_not_looked_at() -> None:
+    wrong = {"type": "any", "const": ""}
+    frame = len(json.dumps(wrong))
+    longest = {**wrong, "const": "x" * (MOST_GRAMMAR_CHARACTERS - frame)}
+    assert find_fault(longest) is not None
+    assert enforceable(longest) == {"const": longest["const"]}
+    beyond = {**wrong, "const": longest["const"] + "x"}
+    assert find_fault(beyond) is None
+    assert enforceable(beyond) == beyond
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("failed to compile JSON schema: regex parse error:\n  (\nerror: unclosed group",
+         "the pattern cannot be used: unclosed group"),
+        ("failed to compile JSON schema: expected value at line 3 column 7", "expected value"),
+        ('Unimplemented keys: ["a"]', "`a` cannot be enforced"),
+        ('Unimplemented keys: ["a", "b"]', "`a` and `b` cannot be enforced"),
+        ("schema must be an object or boolean", "a schema is not an object"),
+        ("circular references: a", "a reference leads back to itself"),
+        ("Resource 'x' is not there", "'x' is not a part of the schema"),
+        ("Unsatisfiable schema: required property 'x' is gone",
+         "no value can have the required member 'x'"),
+        ("Unsatisfiable schema: a: b", "no value can match it (a: b)"),
+        ("Unsatisfiable schema: " + "x" * 101, f"no value can match it ({'x' * 100})"),
+        ("something else", "something else"),
+    ],
+)  # fmt: skip
+def test_reasons_are_told_in_words_of_their_own(error: str, reason: str) -> None:
+    assert plain_reason(error) == reason

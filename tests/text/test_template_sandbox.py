@@ -17,7 +17,7 @@ from headroom.errors import RequestError
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.template_limits import MAX_CHARACTERS, MAX_ITEMS, new_budget, printed_size
 from headroom.text.template_sandbox import TemplateEnvironment, plain_data
-from tests.text.budgets import taken
+from tests.text.budgets import steps_of, taken
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -324,3 +324,49 @@ def test_only_counting_the_characters_of_a_long_text_is_free() -> None:
     with new_budget():
         assert sandbox_filter("length")("x" * (MAX_ITEMS + 1)) == MAX_ITEMS + 1
         assert sandbox_filter("count")("x" * (MAX_ITEMS + 1)) == MAX_ITEMS + 1
+
+
+ROUNDS = "{% for a in x %}{BODY}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "steps"),
+    [
+        ("{{ x }}", 0),
+        (ROUNDS.replace("{BODY}", "{{ a }}"), 3),
+        (ROUNDS.replace("{BODY}", "{{ a }}" * 60), 3),  # with the loop's own parts, 63
+        (ROUNDS.replace("{BODY}", "{{ a }}" * 61), 6),
+        (ROUNDS.replace("{BODY}", "{{ a }}" * 125), 9),
+        (ROUNDS.replace("{BODY}", ROUNDS.replace("{BODY}", "{{ a }}" * 61)), 3 + 9 * 2),
+        ("{% for a in x if a > 1 %}{{ a }}{% endfor %}", 3 + 2),
+        ("{% macro m() %}{{ x }}{% endmacro %}{{ m() }}{{ m() }}", 2),
+        ("{% block b %}{{ x }}{% endblock %}{{ self.b() }}", 2),
+        ("{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}a{% endcall %}", 2),
+        ("{{ range(4) | list }}", 4),
+        ("{% generation %}a{% endgeneration %}", 1),
+    ],
+)
+def test_a_run_of_a_body_costs_a_step_and_one_more_for_each_64_parts(
+    source: str, steps: int
+) -> None:
+    template = TemplateEnvironment().build(source)
+    assert steps_of(lambda: template.render(x=[1, 2, 3])) == steps
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"indent": 2},
+        {"sort_keys": True},
+        {"ensure_ascii": True},
+        {"separators": (",", ":")},
+        {"indent": 1, "sort_keys": True, "separators": (",", ": ")},
+    ],
+)
+def test_json_in_a_template_is_python_s_without_escaped_html(settings: dict[str, Any]) -> None:
+    value = {"b": ["<é>", None, True], "a": {"c'd": 1.5}}
+    arguments = ", ".join(f"{name}={setting!r}" for name, setting in settings.items())
+    template = ChatTemplate("{{ x | tojson(" + arguments + ") }}", "", "")
+    wanted = json.dumps(value, **{"ensure_ascii": False, **settings})
+    assert template.render(CHAT, x=value) == wanted
