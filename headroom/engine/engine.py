@@ -80,8 +80,7 @@ class Engine:
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size, settings.exact_batch)
-        caches = pipeline.cache_files
-        page_bytes = None if caches is None else caches.page_bytes
+        page_bytes = pipeline.cache_files.page_bytes
         self._prefixes = Prefixes(
             pipeline, self._pool, settings, prefix_files, page_bytes, pipeline.kept_logits
         )

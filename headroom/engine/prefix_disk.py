@@ -4,6 +4,7 @@ import hashlib
 import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from headroom import __version__
 from headroom.engine.pages import PagePool
 from headroom.engine.prefix_cache import PrefixCache, Snapshot
 from headroom.engine.prefix_folder import (
+    GoneError,
     Loading,
     PrefixFolder,
     StoredEntry,
@@ -20,7 +22,7 @@ from headroom.engine.prefix_folder import (
     owner_digest,
 )
 from headroom.engine.sequence import Sequence as Running
-from headroom.errors import OptionError
+from headroom.errors import DeviceError
 from headroom.options import Options
 from headroom.plan.plan import Plan
 from headroom.split.pipeline import Pipeline
@@ -74,13 +76,19 @@ class PrefixDisk:
     """
 
     def __init__(
-        self, files: PrefixFiles, pool: PagePool, cache: PrefixCache, page_size: int
+        self,
+        files: PrefixFiles,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        logits: torch.Tensor,  # float32 [snapshots, vocabulary]: those after each snapshot
     ) -> None:
-        self._folder, self._caches = files.folder, files.caches
+        self._folder, self._caches, self._logits = files.folder, files.caches, logits
         self._pool, self._cache, self._page_size = pool, cache, page_size
         self._written: queue.SimpleQueue[_Written] = queue.SimpleQueue()
         self._held = 0  # pages
         self._loads: list[tuple[Running, Loading]] = []
+        self._losses = 0  # how often the caches have lost all that they held
         self.hits = 0
 
     @property
@@ -109,7 +117,8 @@ class PrefixDisk:
         if sequence.loading is not None or key is None:
             return
         most = min(len(tokens) - sequence.unread, len(tokens) - 1)
-        stored = self._folder.find(key_digest(key), tokens[:most], most)
+        known = tokens[: len(tokens) - sequence.unread]
+        stored = self._folder.find(key_digest(key), known, most)
         least = sequence.cached + LEAST_PAGES * self._page_size
         if stored is None or stored.tokens < least or self._pages(stored.tokens) > self._pool.free:
             return
@@ -138,11 +147,13 @@ class PrefixDisk:
             return
         held = _Written(pages, snapshots)
         ends = [snapshot.position for snapshot in snapshots]
-        slots = [snapshot.slot for snapshot in snapshots]
+        logits = [snapshot.position for snapshot in snapshots if snapshot.has_logits]
         self._caches.settle()
         self._hold(held)
         if not self._folder.store(
-            digest, tokens[:end], ends, self._blocks(pages, slots), lambda: self._written.put(held)
+            *(digest, tokens[:end], ends, logits),
+            self._blocks(held, self._losses),
+            lambda: self._written.put(held),
         ):
             self._let_go(held)
 
@@ -163,6 +174,10 @@ class PrefixDisk:
         """Remove the files of an owner's prefixes, after those that are being written."""
         self._folder.forget(owner_digest(owner))
 
+    def clear(self) -> None:
+        """Write nothing more of what the caches have held: it is lost."""
+        self._losses += 1
+
     def close(self) -> None:
         """Wait until everything is written, and end the folder's thread."""
         self._folder.close()
@@ -171,11 +186,25 @@ class PrefixDisk:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _blocks(self, pages: Sequence[int], slots: Sequence[int]) -> Iterator[memoryview]:
-        for page in pages:
-            yield self._caches.read_page(page).numpy().data
-        for slot in slots:
-            yield self._caches.read_snapshot(slot).numpy().data
+    def _blocks(self, held: _Written, losses: int) -> Iterator[memoryview]:
+        """Yield the blocks of a file; stop if the caches have lost something meanwhile.
+
+        What was read before a loss is right. What was read after it may belong to another prefix.
+        """
+        slots = [snapshot.slot for snapshot in held.snapshots]
+        reads = [partial(self._caches.read_page, page) for page in held.pages]
+        reads += [partial(self._caches.read_snapshot, slot) for slot in slots]
+        for read in reads:
+            try:
+                block = read()
+            except DeviceError as error:
+                raise GoneError(error.message) from error
+            if self._losses != losses:
+                raise GoneError("The caches have lost it.")
+            yield block.numpy().data
+        for snapshot in held.snapshots:
+            if snapshot.has_logits:
+                yield self._logits[snapshot.slot].view(torch.uint8).numpy().data
 
     def _hold(self, held: _Written) -> None:
         self._pool.share(held.pages)
@@ -209,7 +238,12 @@ class PrefixDisk:
             slot = self._cache.take_snapshot_slot()
             if slot is not None:
                 self._caches.write_snapshot(slot, _tensor(loading.snapshot))
-                self._cache.keep_snapshot(key, tokens, pages, slot, passing=False)
+                has_logits = loading.logits is not None
+                if loading.logits is not None:
+                    self._logits[slot] = _tensor(loading.logits).view(torch.float32)
+                self._cache.keep_snapshot(
+                    key, tokens, pages, slot, passing=False, has_logits=has_logits
+                )
         self._pool.give_back(pages)
         self.hits += 1
 
@@ -228,12 +262,6 @@ def open_prefix_files(
     if options.cache_dir is None or options.no_prefix_cache:
         return None
     caches, settings = pipeline.cache_files, plan.settings
-    if caches is None:
-        raise OptionError(
-            "Worker processes keep no prefixes in files.",
-            hint="Leave out --cache-dir or --workers.",
-            param="cache_dir",
-        )
     stages = [
         (device.layers, x.k_type, x.v_type, x.compute_type, x.kernels, x.weights, x.handover_type)
         for device in plan.devices

@@ -1,8 +1,9 @@
 """Files of prefixes: one file for each, written at once, and checked block by block when read.
 
 A file begins with `MAGIC` and the version, then come the blocks: one for each page of the prefix,
-one for each snapshot. The head stands at the end, because it has the checksums of the blocks. It is
-JSON, followed by its length, its checksum and `MAGIC`.
+one for each snapshot, and one for the logits after each snapshot that has them. The head stands at
+the end, because it has the checksums of the blocks. It is JSON, followed by its length, its
+checksum and `MAGIC`.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 from headroom.errors import FormatError
 
 MAGIC = b"headroom-prefix\n"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".prefix"
 _BEGIN = struct.Struct("<16sI")
 _END = struct.Struct("<II16s")
@@ -38,13 +39,18 @@ class PrefixHead:
     tokens: tuple[int, ...]
     page_size: int
     snapshots: tuple[int, ...]  # after how many tokens each was taken, in the order of their blocks
+    logits: tuple[int, ...] = ()  # after how many tokens: those kept, in the order of their blocks
     sizes: tuple[int, ...] = ()  # bytes of each block
     checksums: tuple[int, ...] = ()  # of each block
 
     @property
     def pages(self) -> int:
         """How many blocks are pages; the last one may be partly filled."""
-        return -(-len(self.tokens) // self.page_size)
+        return self.pages_of(len(self.tokens))
+
+    def pages_of(self, tokens: int) -> int:
+        """Return how many blocks have the first `tokens` tokens."""
+        return -(-tokens // self.page_size)
 
 
 def write_prefix(path: Path, head: PrefixHead, blocks: Iterable[memoryview]) -> int:
@@ -130,7 +136,7 @@ def _read_head(file: BinaryIO, path: Path) -> PrefixHead:
     head = _parsed(data, path)
     if _BEGIN.size + sum(head.sizes) != start or len(head.sizes) != len(head.checksums):
         raise DamagedFileError(f"{path} is damaged: its blocks have other sizes.")
-    if len(head.sizes) != head.pages + len(head.snapshots):
+    if len(head.sizes) != head.pages + len(head.snapshots) + len(head.logits):
         raise DamagedFileError(f"{path} is damaged: it has {len(head.sizes)} blocks.")
     return head
 

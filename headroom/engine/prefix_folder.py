@@ -20,7 +20,7 @@ from headroom.engine.prefix_file import (
     read_head,
     write_prefix,
 )
-from headroom.errors import OptionError
+from headroom.errors import HeadroomError, OptionError
 from headroom.units import gib
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,21 @@ class StoredPrefix:
     head: PrefixHead
     tokens: int
     snapshot: int | None  # the number of the snapshot after these tokens; None: pages are enough
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks that have this part: its pages, its snapshot, and the logits after it."""
+        head, found = self.head, list(range(self.head.pages_of(self.tokens)))
+        if self.snapshot is not None:
+            found.append(head.pages + self.snapshot)
+        if self.has_logits:
+            found.append(head.pages + len(head.snapshots) + head.logits.index(self.tokens))
+        return found
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the file has the logits after the last of these tokens."""
+        return self.snapshot is not None and self.tokens in self.head.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,11 @@ class Loading:
     done: bool = False
     pages: Sequence[bytes] = ()  # none if the file could not be read
     snapshot: bytes | None = None
+    logits: bytes | None = None
+
+
+class GoneError(HeadroomError):
+    """What was being written to a file is lost; the file is not made."""
 
 
 class PrefixFolder:
@@ -105,28 +125,30 @@ class PrefixFolder:
         return self._waiting > 0
 
     def find(self, key: str, tokens: Sequence[int], most: int) -> StoredPrefix | None:
-        """Return the file with the longest beginning of `most` tokens; None: there is none."""
+        """Return the file with the longest beginning of `most` tokens; None: there is none.
+
+        One that has logits may end with the last token, even beyond `most`.
+        """
         self._refresh_later()
         best = None
         with self._lock:
             for path, head in self._candidates(key, tokens):
-                shared = common_length(head.tokens, tokens, min(most, len(head.tokens)))
-                found = self._usable(path, head, shared)
+                shared = common_length(head.tokens, tokens, min(len(tokens), len(head.tokens)))
+                found = self._usable(path, head, shared, most)
                 if found is not None and (best is None or found.tokens > best.tokens):
                     best = found
         return best
 
     def load(self, stored: StoredPrefix) -> Loading:
         """Begin to read a part of a file."""
-        loading, head = Loading(stored), stored.head
-        wanted = list(range(-(-stored.tokens // head.page_size)))
-        if stored.snapshot is not None:
-            wanted.append(head.pages + stored.snapshot)
+        loading = Loading(stored)
 
         def read() -> None:
             try:
-                blocks = read_blocks(stored.path, head, wanted)
+                blocks = read_blocks(stored.path, stored.head, stored.blocks)
                 os.utime(stored.path)  # the files that were not used for longest go first
+                if stored.has_logits:
+                    loading.logits = blocks.pop()
                 if stored.snapshot is not None:
                     loading.snapshot = blocks.pop()
                 loading.pages = blocks
@@ -144,6 +166,7 @@ class PrefixFolder:
         key: str,
         tokens: Sequence[int],
         snapshots: Sequence[int],
+        logits: Sequence[int],
         blocks: Iterable[memoryview],
         done: Callable[[], None],
     ) -> bool:
@@ -159,6 +182,7 @@ class PrefixFolder:
             tokens=tuple(tokens),
             page_size=self._page_size,
             snapshots=tuple(snapshots),
+            logits=tuple(logits),
         )
 
         def write() -> None:
@@ -169,6 +193,8 @@ class PrefixFolder:
                 self._drop_shorter(head, path)
                 self._shrink()
                 log.debug("prefix cache: wrote %d tokens, %s", len(tokens), gib(size))
+            except GoneError as error:
+                log.info("prefix cache: %d tokens are not written: %s", len(tokens), error)
             except (OSError, DamagedFileError) as error:
                 self._paused_until = time.monotonic() + PAUSE_S
                 log.warning(
@@ -231,12 +257,16 @@ class PrefixFolder:
         paths = self._by_start.get((key, tuple(tokens[: self._page_size])), ())
         return [(path, self._heads[path]) for path in paths]
 
-    def _usable(self, path: Path, head: PrefixHead, shared: int) -> StoredPrefix | None:
+    def _usable(self, path: Path, head: PrefixHead, shared: int, most: int) -> StoredPrefix | None:
         """Return the part of a file that a prompt with `shared` equal tokens can begin with."""
         if not self._needs_snapshots:
-            whole = shared // head.page_size * head.page_size
+            whole = min(shared, most) // head.page_size * head.page_size
             return StoredPrefix(path, head, whole, None) if whole else None
-        ends = [(end, number) for number, end in enumerate(head.snapshots) if end <= shared]
+        ends = [
+            (end, number)
+            for number, end in enumerate(head.snapshots)
+            if end <= (shared if end in head.logits else min(shared, most))
+        ]
         if not ends:
             return None
         end, number = max(ends)
@@ -286,13 +316,15 @@ class PrefixFolder:
                     del self._by_start[start]
 
     def _drop_shorter(self, head: PrefixHead, new: Path) -> None:
-        """Remove files whose whole prefix is the beginning of a new one with as many snapshots."""
+        """Remove files of which a new one has all tokens, snapshots and logits."""
         with self._lock:
             found = self._candidates(head.key, head.tokens)
         for path, other in found:
             length = len(other.tokens)
             covered = head.tokens[:length] == other.tokens
-            if path != new and covered and set(other.snapshots) <= set(head.snapshots):
+            states = set(other.snapshots) <= set(head.snapshots)
+            logits = set(other.logits) <= set(head.logits)
+            if path != new and covered and states and logits:
                 self._forget(path, delete=True)
 
     def _shrink(self) -> None:

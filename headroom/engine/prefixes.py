@@ -44,7 +44,7 @@ class PrefixEntries:
     """All prefixes of one owner."""
 
     kept: list[KeptPrefix]  # in the pages of devices and host memory
-    page_bytes: int | None  # of each of their pages; None: they are in other processes
+    page_bytes: int  # of each of their pages, in all stages together
     stored: list[StoredEntry]  # in files
 
 
@@ -64,7 +64,7 @@ class Prefixes:
         pool: PagePool,
         settings: PlanSettings,
         files: PrefixFiles | None = None,
-        page_bytes: int | None = None,  # of all stages; None: they are in other processes
+        page_bytes: int = 0,  # of all stages together
         logits: torch.Tensor | None = None,  # room for a row of each snapshot
     ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
@@ -80,7 +80,7 @@ class Prefixes:
         self._logits = torch.empty(0, 0) if logits is None else logits
         self._disk: PrefixDisk | None = None
         if files is not None and self.works:
-            self._disk = PrefixDisk(files, pool, self._cache, self._page_size)
+            self._disk = PrefixDisk(files, pool, self._cache, self._page_size, self._logits)
         self._cached_tokens = self._hits = self._misses = self._promoted = 0
 
     @property
@@ -267,7 +267,9 @@ class Prefixes:
         return self._cache.forget(lambda key: owner_of(key) == owner)
 
     def clear(self) -> None:
-        """Forget all prefixes; the caches of the stages are empty."""
+        """Forget all prefixes in memory; the caches of the stages are empty."""
+        if self._disk is not None:
+            self._disk.clear()
         self._cache.clear()
 
     def _share(self, sequence: Sequence) -> None:

@@ -23,7 +23,7 @@ async def list_prefixes(request: Request) -> dict[str, Any]:
     """Return what is kept of the prompts of the client's key, without loading a model."""
     service: Service = request.app.state.service
     shelved = service.find_shelved(request.query_params.get("model"))
-    entries = PrefixEntries(kept=[], page_bytes=None, stored=[])
+    entries = PrefixEntries(kept=[], page_bytes=0, stored=[])
     if shelved.llm is not None:
         entries = await _taken(shelved.llm.engine.list_prefixes(current_record().owner))
     return {"object": "list", "model": shelved.name, "data": _json(entries)}
@@ -58,7 +58,7 @@ def _json(entries: PrefixEntries) -> list[dict[str, Any]]:
         {
             "tier": "host" if entry.host_pages else "device",
             "tokens": entry.tokens,
-            "bytes": None if each is None else entry.pages * each,
+            "bytes": entry.pages * each,
             "snapshots": entry.snapshots,
             "idle_seconds": round(entry.idle_s, 3),
         }

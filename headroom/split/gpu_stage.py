@@ -209,7 +209,7 @@ class GpuStage:
         return self._model.caches
 
     @property
-    def cache_files(self) -> CacheFiles | None:
+    def cache_files(self) -> CacheFiles:
         """Tells what the stage's caches hold as bytes."""
         return self._model.caches
 

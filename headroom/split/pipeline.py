@@ -276,11 +276,9 @@ class Pipeline:
             stage.caches.load_page(slot, page)
 
     @property
-    def cache_files(self) -> "PipelineFiles | None":
-        """Tells what all caches hold as bytes; None: some are in other processes."""
-        parts = [stage.cache_files for stage in self._stages]
-        known = [part for part in parts if part is not None]
-        return PipelineFiles(known, self.settle) if len(known) == len(parts) else None
+    def cache_files(self) -> "PipelineFiles":
+        """Tells what all caches hold as bytes."""
+        return PipelineFiles([stage.cache_files for stage in self._stages], self.settle)
 
     def step(self, batch: Batch, draws: Sequence[Draw | None] = ()) -> StepResult:
         """Run one step; `draws` says for each output row how to draw its token, if at all.

@@ -97,8 +97,8 @@ class Stage(Protocol):
         """Moves what the stage's caches hold of a sequence."""
 
     @property
-    def cache_files(self) -> CacheFiles | None:
-        """Tells what the stage's caches hold as bytes; None: they are in other processes."""
+    def cache_files(self) -> CacheFiles:
+        """Tells what the stage's caches hold as bytes."""
 
     @property
     def store(self) -> ExpertStore | None:
@@ -216,7 +216,7 @@ class CpuStage:
         return self._model.caches
 
     @property
-    def cache_files(self) -> CacheFiles | None:
+    def cache_files(self) -> CacheFiles:
         """Tells what the stage's caches hold as bytes."""
         return self._model.caches
 

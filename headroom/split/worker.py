@@ -46,6 +46,8 @@ from headroom.split.wire import (
 )
 from headroom.split.worker_messages import (
     CACHE_MOVES,
+    CACHE_READS,
+    CACHE_WRITES,
     LOST,
     LoadOrder,
     LoadReport,
@@ -214,6 +216,8 @@ class Worker:
                 weights_bytes=stage.times.weights_bytes,
                 weights_s=stage.times.weights_s,
                 capture_s=stage.times.capture_s,
+                page_bytes=stage.stage.cache_files.page_bytes,
+                snapshot_bytes=stage.stage.cache_files.snapshot_bytes,
             ).message()
         )
         return stage, neighbours
@@ -258,10 +262,22 @@ class _Steps:
         elif header["type"] == "counts":
             self._answer_counts(header)
         elif header["type"] == "caches":
-            assert header["do"] in CACHE_MOVES
-            getattr(self._stage.caches, header["do"])(*header["arguments"])
+            self._change_caches(header, message.tensors)
+        elif header["type"] == "bytes":
+            assert header["do"] in CACHE_READS
+            found = getattr(self._stage.cache_files, header["do"])(header["at"])
+            self._connection.send({"type": "bytes", "ask": header["ask"]}, [found])
         else:
             self._step(expect(header, "step"), message)
+
+    def _change_caches(self, header: Header, tensors: list[torch.Tensor]) -> None:
+        """Move what the caches hold, or fill a part of them with bytes."""
+        do = header["do"]
+        if do in CACHE_MOVES:
+            getattr(self._stage.caches, do)(*header["arguments"])
+        else:
+            assert do in CACHE_WRITES
+            getattr(self._stage.cache_files, do)(*header["arguments"], *tensors)
 
     def _step(self, header: Header, message: Message) -> None:
         batch = read_batch(header, message.tensors)

@@ -16,8 +16,11 @@ SHARED_GROUPS = ("model", "engine")  # of settings that a worker obeys, too
 
 # Which results of a step's output rows can be asked for after the step.
 ROW_KINDS = ("logits", "normed", "hidden")
-# Methods of a stage's caches that the engine may call in a worker.
+# Methods of a stage's caches that the engine may call in a worker: those that move something, those
+# that are given bytes, and those that return bytes.
 CACHE_MOVES = ("save_state", "load_state", "copy_page", "save_page", "load_page")
+CACHE_WRITES = ("write_page", "write_snapshot")
+CACHE_READS = ("read_page", "read_snapshot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +107,8 @@ def step_message(
 
 
 def cache_message(do: str, *arguments: int) -> Header:
-    """Return a message that moves what the workers' caches hold of a sequence."""
-    assert do in CACHE_MOVES
+    """Return a message that changes what the workers' caches hold."""
+    assert do in (*CACHE_MOVES, *CACHE_WRITES)
     return {"type": "caches", "do": do, "arguments": list(arguments)}
 
 
@@ -135,6 +138,8 @@ class LoadReport:
     weights_bytes: int
     weights_s: float
     capture_s: float
+    page_bytes: int  # of one page in all its layers
+    snapshot_bytes: int  # of one snapshot of its layers
 
     def message(self) -> Header:
         """Return the report as a message."""

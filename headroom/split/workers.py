@@ -47,6 +47,7 @@ from headroom.split.plan_digest import plan_digest
 from headroom.split.stage_times import NamedTimes, StageTimes
 from headroom.split.wire import Connection, Header, Heartbeat, SilenceError, WireError
 from headroom.split.worker_messages import (
+    CACHE_READS,
     LOST,
     LoadOrder,
     LoadReport,
@@ -78,6 +79,7 @@ COMPILE_S = 60.0  # more seconds on a GPU, whose first steps may compile kernels
 TOKEN_BYTES = 32
 RUN = ("-m", "headroom")  # arguments with which Python runs headroom in a new worker
 ASK_AGAIN = "All workers are started again. Ask once more."
+ASKED_OF_ALL = ("counts", "bytes")  # questions that every worker answers for its part
 WINDOW_S = 600.0  # seconds; only losses this recent count towards --worker-restarts
 
 
@@ -161,7 +163,7 @@ class Workers:
         self._closing = False
         # Answers that are awaited, oldest first: by kind and number, with the rows they are about.
         self._wanted: dict[tuple[str, int], int] = {}
-        self._asked = 0  # questions about counts of picks
+        self._asked = 0  # questions to all workers
         self.starts = 0  # how often all workers were started
         self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # those that have come
         # Output rows of layers, by worker and step, of the last steps.
@@ -288,10 +290,17 @@ class Workers:
 
     def send(self, header: Header, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message to all workers, in order."""
+        self.send_parts(header, [tensors] * self.count)
+
+    def send_parts(self, header: Header, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Send a message to all workers, in order, with other tensors to each."""
         with self._changed:
             self._check()
+            if self._restarting:  # another thread may ask while workers load
+                raise WorkerLostError(self._restarting, hint=self.hint())
+            workers = list(self._workers)
         try:
-            for worker in self._workers:
+            for worker, tensors in zip(workers, parts, strict=True):
                 assert worker.connection is not None
                 worker.connection.send(header, tensors)
         except WireError as error:
@@ -335,12 +344,26 @@ class Workers:
 
         This waits for all steps that were sent.
         """
-        self._asked += 1
-        asked = self._asked
+        return self._ask_all({"type": "counts"})
+
+    def read_caches(self, do: str, at: int) -> list[torch.Tensor]:
+        """Return each worker's bytes of a page or a snapshot; one thread at a time may ask.
+
+        This waits for all steps that were sent.
+        """
+        assert do in CACHE_READS
+        return self._ask_all({"type": "bytes", "do": do, "at": at})
+
+    def _ask_all(self, header: Header) -> list[torch.Tensor]:
+        """Ask all workers something; return the tensors of their answers, the first one's first."""
+        kind = header["type"]
+        with self._changed:
+            self._asked += 1
+            asked = self._asked
         for number in range(self.count):
-            self.expect(_counts_of(number), asked, 0)
-        self.send({"type": "counts", "ask": asked})
-        answers = [self.take(_counts_of(number), asked) for number in range(self.count)]
+            self.expect(_part_of(kind, number), asked, 0)
+        self.send(header | {"ask": asked})
+        answers = [self.take(_part_of(kind, number), asked) for number in range(self.count)]
         return [tensor for answer in answers for tensor in answer]
 
     def features(self, number: int, step: int) -> torch.Tensor:
@@ -539,8 +562,8 @@ class Workers:
                             self._keep_features(worker, tensors.pop())
                         if worker is self._workers[-1]:
                             self._answer("step", header["step"], tensors)
-                    elif kind == "counts":
-                        self._answer(_counts_of(worker.number), header["ask"], tensors)
+                    elif kind in ASKED_OF_ALL:
+                        self._answer(_part_of(kind, worker.number), header["ask"], tensors)
                     elif kind == "rows":
                         self._answer("rows", header["ask"], tensors)
                     else:
@@ -596,7 +619,10 @@ class Workers:
             if kind == "step":
                 late = [x for x in self._workers if x.done < number]
             else:
-                late = [x for x in self._workers if kind == _counts_of(x.number)]
+                parts = [
+                    {_part_of(asked, x.number) for asked in ASKED_OF_ALL} for x in self._workers
+                ]
+                late = [x for x, own in zip(self._workers, parts, strict=True) if kind in own]
             return (late[0] if late else self._workers[-1]), (kind, number), rows
         return None
 
@@ -681,10 +707,13 @@ class WorkerChain:
         routing: "WorkerRouting | None" = None,  # None: the model has no experts
         *,
         needs_snapshots: bool,
+        reports: Sequence[LoadReport] = (),  # of the workers, which say the sizes of their caches
     ) -> None:
         self._workers, self.device, self.routing = workers, device, routing
         self._steps = self._asked = 0
         self.needs_snapshots = needs_snapshots
+        self._page_sizes = [report.page_bytes for report in reports]
+        self._snapshot_sizes = [report.snapshot_bytes for report in reports]
 
     @property
     def caches(self) -> "WorkerChain":
@@ -692,28 +721,65 @@ class WorkerChain:
         return self
 
     @property
-    def cache_files(self) -> None:
-        """None: the caches are in other processes."""
+    def cache_files(self) -> "WorkerChain":
+        """What tells the bytes of all workers' caches: the chain itself, by messages."""
+        return self
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of one page in all workers."""
+        return sum(self._page_sizes)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of one snapshot in all workers."""
+        return sum(self._snapshot_sizes)
+
+    def read_page(self, page: int) -> torch.Tensor:
+        """Return a page as bytes, as it is after the steps sent so far."""
+        return torch.cat(self._workers.read_caches("read_page", page))
+
+    def read_snapshot(self, snapshot: int) -> torch.Tensor:
+        """Return a snapshot as bytes."""
+        return torch.cat(self._workers.read_caches("read_snapshot", snapshot))
+
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        """Send every worker its part of what `read_page` has returned."""
+        self._change(cache_message("write_page", page), torch.split(data, self._page_sizes))
+
+    def write_snapshot(self, snapshot: int, data: torch.Tensor) -> None:
+        """Send every worker its part of what `read_snapshot` has returned."""
+        parts = torch.split(data, self._snapshot_sizes)
+        self._change(cache_message("write_snapshot", snapshot), parts)
+
+    def _change(self, header: Header, parts: Sequence[torch.Tensor] = ()) -> None:
+        """Send what changes the workers' caches.
+
+        If a worker is lost, all caches are, and the next step tells it.
+        """
+        with contextlib.suppress(WorkerLostError):
+            tensors = [[part] for part in parts] or [[]] * self._workers.count
+            self._workers.send_parts(header, tensors)
 
     def save_state(self, state_slot: int, snapshot: int, position: int) -> None:
         """Tell every worker to take its part of a snapshot, after the steps sent so far."""
-        self._workers.send(cache_message("save_state", state_slot, snapshot, position))
+        self._change(cache_message("save_state", state_slot, snapshot, position))
 
     def load_state(self, snapshot: int, state_slot: int, position: int) -> None:
         """Tell every worker to give a sequence its part of a snapshot."""
-        self._workers.send(cache_message("load_state", snapshot, state_slot, position))
+        self._change(cache_message("load_state", snapshot, state_slot, position))
 
     def copy_page(self, source: int, target: int) -> None:
         """Tell every worker to copy a page of keys and values."""
-        self._workers.send(cache_message("copy_page", source, target))
+        self._change(cache_message("copy_page", source, target))
 
     def save_page(self, page: int, slot: int) -> None:
         """Tell every worker to copy a page to a slot of host memory."""
-        self._workers.send(cache_message("save_page", page, slot))
+        self._change(cache_message("save_page", page, slot))
 
     def load_page(self, slot: int, page: int) -> None:
         """Tell every worker to copy a slot of host memory to a page."""
-        self._workers.send(cache_message("load_page", slot, page))
+        self._change(cache_message("load_page", slot, page))
 
     def receive(self, received: HandedRows) -> None:
         """Not used: the chain is the only stage."""
@@ -987,7 +1053,7 @@ def open_worker_pipeline(
     experts = max(layer.experts for layer in model.shape.layers)
     routing = WorkerRouting(workers, len(model.shape.layers), experts) if experts else None
     name = plan.devices[0].name
-    chain = WorkerChain(workers, name, routing, needs_snapshots=needs_snapshots)
+    chain = WorkerChain(workers, name, routing, needs_snapshots=needs_snapshots, reports=reports)
     return Pipeline(
         [chain],
         model.config.vocab,
@@ -1095,9 +1161,9 @@ def _open_meeting(connection: Connection | None) -> tuple[Any, tuple[str, int]]:
     return store, (host, port)
 
 
-def _counts_of(number: int) -> str:
-    """Return the kind of a worker's answer about its experts."""
-    return f"counts of {number}"
+def _part_of(kind: str, number: int) -> str:
+    """Return the kind of a worker's answer to what all workers are asked."""
+    return f"{kind} of {number}"
 
 
 def _addresses(host: str) -> set[str]:

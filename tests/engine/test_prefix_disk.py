@@ -2,18 +2,21 @@
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headroom.engine import prefix_folder
 from headroom.engine.prefix_file import SUFFIX
 from headroom.errors import OptionError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
+from headroom.split.pipeline import PipelineFiles
 from tests.engine.test_prefixes import PROMPT, WAYS, Asker, words
 from tests.families.oracles import variant
 
@@ -65,8 +68,74 @@ def test_a_warm_answer_after_a_restart_is_the_cold_one(
             cold = asker.ask(prompt, way, key=None)
             assert warm.tokens == cold.tokens
             assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
-            assert least <= warm.cached < len(prompt)
+            assert least <= warm.cached <= len(prompt)
             asker.engine.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen35", "gemma4-31b"], indirect=True)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_prompt_whose_logits_are_in_a_file_needs_no_step(
+    checkpoint: Checkpoint, way: str, tmp_path: Path
+) -> None:
+    prompt = LONG + words("after the last cut", 40)
+    ask_and_end(checkpoint, tmp_path, prompt)
+    asker = Asker(checkpoint, cache_dir=str(tmp_path))
+    warm, computed = asker.ask(prompt, way), asker.engine.stats().prompt_tokens
+    assert (warm.cached, computed) == (len(prompt), 0)
+    asker.engine.close()
+    alone = Asker(checkpoint, no_prefix_cache=True)
+    cold = alone.ask(prompt, way)
+    assert warm.tokens == cold.tokens
+    assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+    alone.engine.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_prompt_logprobs_are_those_of_every_row_whatever_the_files_have(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def scored(**settings: Any) -> list[float]:
+        asker = Asker(checkpoint, **settings)
+        event = asker.submit(LONG, prompt_logprobs=True, max_tokens=1).get(timeout=60)
+        asker.engine.close()
+        assert event.cached_tokens == 0
+        return [one.logprob for one in event.prompt_logprobs if one is not None]
+
+    ask_and_end(checkpoint, tmp_path, LONG)
+    found = scored(cache_dir=str(tmp_path))
+    assert len(found) == len(LONG) - 1
+    assert found == pytest.approx(scored(no_prefix_cache=True), abs=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_what_the_caches_lose_while_it_is_written_makes_no_file(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reading, lost = threading.Event(), threading.Event()
+    read_page = PipelineFiles.read_page
+
+    def slow(caches: PipelineFiles, page: int) -> torch.Tensor:
+        found = read_page(caches, page)
+        reading.set()
+        assert lost.wait(20)
+        return found
+
+    monkeypatch.setattr(PipelineFiles, "read_page", slow)
+    asker = Asker(checkpoint, cache_dir=str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        asker.ask(LONG)
+        assert reading.wait(20)
+        asker.engine._between_steps(asker.engine._prefixes.clear).result(20)
+        lost.set()
+        until(lambda: "tokens are not written" in caplog.text)
+    assert not files(tmp_path)
+    until(lambda: asker.engine.stats().cache_pages_used == 0)
+    asker.ask(LONG)  # writes go on
+    asker.engine.close()
+    assert len(files(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)

@@ -21,7 +21,7 @@ from headroom.engine.prefix_file import (
     write_prefix,
 )
 
-BLOCKS = [bytes([n]) * (40 + n) for n in range(4)]
+BLOCKS = [bytes([n]) * (40 + n) for n in range(5)]
 
 
 def head(**changes: object) -> PrefixHead:
@@ -31,6 +31,7 @@ def head(**changes: object) -> PrefixHead:
         "tokens": tuple(range(10)),
         "page_size": 4,
         "snapshots": (10,),
+        "logits": (10,),
     }
     return PrefixHead(**(given | changes))  # type: ignore[arg-type]
 
@@ -45,8 +46,8 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     found = write(path)
     assert found.tokens == tuple(range(10))
     assert found.pages == 3
-    assert found.sizes == (40, 41, 42, 43)
-    assert read_blocks(path, found, range(4)) == BLOCKS
+    assert found.sizes == (40, 41, 42, 43, 44)
+    assert read_blocks(path, found, range(5)) == BLOCKS
     assert read_blocks(path, found, [3, 0]) == [BLOCKS[3], BLOCKS[0]]
     assert [x.name for x in tmp_path.iterdir()] == ["a.prefix"]
 
@@ -62,11 +63,11 @@ def test_every_changed_bit_is_noticed(tmp_path: Path) -> None:
         changed[at] ^= 1 << bit
         path.write_bytes(changed)
         with pytest.raises(DamagedFileError):
-            read_blocks(path, read_head(path), range(4))
+            read_blocks(path, read_head(path), range(5))
         with pytest.raises(DamagedFileError):
-            read_blocks(path, found, range(4))
+            read_blocks(path, found, range(5))
     path.write_bytes(data)
-    assert read_blocks(path, found, range(4)) == BLOCKS
+    assert read_blocks(path, found, range(5)) == BLOCKS
 
 
 @given(length=st.integers(0, 600))
@@ -92,8 +93,8 @@ def test_another_file_in_its_place_is_noticed(tmp_path: Path) -> None:
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.prefix"
     write(path)
-    monkeypatch.setattr(prefix_file, "VERSION", 2)
-    with pytest.raises(DamagedFileError, match="version 2"):
+    monkeypatch.setattr(prefix_file, "VERSION", 3)
+    with pytest.raises(DamagedFileError, match="version 3"):
         read_head(path)
 
 

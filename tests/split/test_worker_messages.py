@@ -70,7 +70,7 @@ def test_a_step_arrives_with_its_pages_and_trees() -> None:
 
 
 def test_a_report_arrives() -> None:
-    report = LoadReport({"kv": 3}, {"kv": 2}, 10, 0.5, 0.0)
+    report = LoadReport({"kv": 3}, {"kv": 2}, 10, 0.5, 0.0, 64, 7)
     assert LoadReport.read(report.message()) == report
 
 

@@ -42,7 +42,7 @@ from headroom.split.workers import (
     WorkerChain,
     WorkerLostError,
     Workers,
-    _counts_of,
+    _part_of,
     _Worker,
     open_worker_pipeline,
     parse_workers,
@@ -673,8 +673,8 @@ def test_the_oldest_step_waits_for_the_worker_after_the_last_that_computed_it() 
     second.done = 2
     assert workers._oldest() == (third, ("step", 2), 2)
     workers._wanted.clear()
-    workers.expect(_counts_of(1), 1, 0)
-    assert workers._oldest() == (second, (_counts_of(1), 1), 0)
+    workers.expect(_part_of("counts", 1), 1, 0)
+    assert workers._oldest() == (second, (_part_of("counts", 1), 1), 0)
     workers.close()
 
 

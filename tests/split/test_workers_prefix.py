@@ -1,9 +1,12 @@
 """Worker processes keep prefixes together, and forget all of them when one process is lost."""
 
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -50,6 +53,73 @@ def test_a_warm_answer_from_the_host_memory_of_two_processes_is_the_cold_one(
 ) -> None:
     check_conversation(asker, way, lambda: push_out(asker))
     assert asker.engine.stats().prefixes.promoted_pages > 0
+
+
+LONG = words("long", 2000)
+STARTS: list[Any] = [
+    pytest.param(name, settings, marks=[] if default else pytest.mark.slow, id=f"{name}-{where}")
+    for name in ("qwen3-tied", "qwen35", "laguna", "gemma4-31b")
+    for where, settings in (
+        ("one", {}),
+        ("stages", {"device": "cpu,cpu"}),
+        ("processes", {"workers": "2"}),
+    )
+    for default in (where == "processes" and name == "qwen35",)
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), STARTS)
+def test_an_engine_that_starts_again_answers_a_known_prompt_of_2000_tokens_warm(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    path = variant(name).save_safetensors(tmp_path)
+    config = (path / "config.json").read_text()
+    longer = re.sub(r'("max_position_embeddings"): 512', r"\1: 4096", config)
+    (path / "config.json").write_text(longer)
+    own = SETTINGS | {"context": 4096, "chunk": 256, "cache_tokens": 4096} | settings
+    folder = tmp_path / "prefixes"
+    with LLM(str(path), **own, cache_dir=str(folder)) as llm:
+        cold = WorkersAsker(llm).ask(LONG)
+    with LLM(str(path), **own, cache_dir=str(folder)) as llm:
+        asker = WorkersAsker(llm)
+        for way in WAYS:
+            warm = asker.ask(LONG, way)
+            assert warm.cached >= 1936
+            again = asker.ask(LONG, way, key=None)
+            assert warm.tokens == again.tokens
+            assert warm.logprobs == pytest.approx(again.logprobs, abs=1e-3)
+            assert way != "greedy" or warm.tokens == cold.tokens
+        assert asker.engine.stats().prefixes.file_hits == 1
+    others: tuple[dict[str, Any], ...] = ({"kv_type": "f16"}, {"device": "cpu,cpu"}, {})
+    for other in [x for x in others if x != settings]:  # other types, or another split
+        changed = own | {"workers": None, "device": None} | other
+        with LLM(str(path), **changed, cache_dir=str(folder)) as llm:
+            assert WorkersAsker(llm).ask(LONG).cached == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_workers_that_are_killed_while_files_are_written_leave_whole_ones(tmp_path: Path) -> None:
+    variant("qwen35").save_gguf(path := tmp_path / "m.gguf")
+    prompts = [words(f"killed {number}", 400) for number in range(12)]
+    own = SETTINGS | {"cache_dir": str(tmp_path / "prefixes"), "workers": "2"}
+    random = Random("killed workers")
+    with LLM(str(path), **own, worker_restarts=100) as llm:
+        asker = WorkersAsker(llm)
+        for prompt in prompts:
+            asker.ask(prompt)
+            time.sleep(random.uniform(0.0, 0.02))
+            os.kill(random.choice(pids(llm)), signal.SIGKILL)
+            wait_until(lambda: bool(asker.engine.trouble), 60)
+            wait_until(lambda: not asker.engine.trouble, 60)
+    with LLM(str(path), **own) as llm:
+        asker = WorkersAsker(llm)
+        found = 0
+        for prompt in prompts:
+            warm, cold = asker.ask(prompt), asker.ask(prompt, key=None)
+            assert warm.tokens == cold.tokens
+            found += warm.cached > 0
+    assert found > 0
 
 
 @pytest.mark.parametrize("lost", [0, 1])
