@@ -423,8 +423,19 @@ class Engine:
         """Let new sequences begin after their known prefixes, in the order of their admission."""
         for sequence in (turn.sequence for turn in turns):
             if sequence.starting:
+                self._use_picks(sequence)
                 self._prefixes.start(sequence)
                 sequence.starting = False
+
+    def _use_picks(self, sequence: Sequence) -> None:
+        """Exchange experts by the picks of a conversation that goes on, if no other one runs."""
+        picks = None if sequence.prefix is None else sequence.prefix.picks
+        if self.upkeep is None or picks is None:
+            return
+        sequence.earlier_picks = picks
+        if self._scheduler.running == [sequence]:
+            self._read_all()
+            self.upkeep.prepare(picks)
 
     def _draw_limited(self, step: LaunchedStep) -> bool:
         """Compute the masks of a launched step and let the device draw the tokens they limit.
@@ -664,16 +675,16 @@ class Engine:
         self._emit(sequence, _end_of(sequence, reason, error))
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
-        if event.finish_reason is not None:
-            self._scheduler.remove(sequence, keep=event.finish_reason != "error")
-            self._counters.finished[event.finish_reason] += 1
+        if (reason := event.finish_reason) is not None:
+            event = self._with_costs(sequence, event)
+            self._scheduler.remove(sequence, keep=reason != "error")
+            self._counters.finished[reason] += 1
             if sequence.guessed or sequence.held_back:
                 log.info(
                     "draft: %s had %d tokens guessed, %d right, %d not checked",
                     *(sequence.request.id, sequence.guessed, sequence.accepted),
                     sequence.held_back,
                 )
-            event = self._with_costs(sequence, event)
             with self._changed:
                 self._live.pop(sequence.request.id, None)
                 # A cancellation that came too late must not end the next request with this id.
@@ -691,6 +702,7 @@ class Engine:
         before = self.upkeep.begin_request()  # waits for a GPU, so once for all new requests
         for sequence in new:
             sequence.experts_before = before
+            sequence.picks_before = self.upkeep.picks
 
     def _with_costs(self, sequence: Sequence, event: TokenEvent) -> TokenEvent:
         """Return a request's last event with what its cold experts cost and each stage took."""
@@ -699,6 +711,10 @@ class Engine:
             return event
         if self.upkeep is not None:
             timings = replace(timings, experts=self.upkeep.end_request(sequence.experts_before))
+            if sequence.picks_before is not None:
+                sequence.picks = self.upkeep.picks_since(
+                    sequence.picks_before, sequence.earlier_picks
+                )
         if sequence.stages_before:
             stages = times_between(sequence.stages_before, self._pipeline.stage_times())
             timings = replace(timings, stages=stages)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import torch
+
 from headroom.engine.pages import PagePool
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,7 @@ class _Page(Spot):
     children: "dict[Tokens, _Page]" = field(default_factory=dict)
     snapshots: dict[Tokens, Snapshot] = field(default_factory=dict)  # by their tail
     key: str = ""  # of a root: the key of its prefixes
+    picks: torch.Tensor | None = None  # of experts, in the conversation whose last page this was
 
     @property
     def ends_devices(self) -> bool:
@@ -106,6 +109,7 @@ class Prefix:
     pages: list[int]  # its full pages on the devices
     hosted: list[Spot]  # the full pages after these, which are in host memory
     snapshot: Snapshot | None = None  # None: the model's layers have pages alone
+    picks: torch.Tensor | None = None  # of experts, in the conversation that goes on; float32
 
 
 class PrefixCache:
@@ -173,7 +177,8 @@ class PrefixCache:
         for spot in hosted if tail is None else (*hosted, tail):
             spot.holds += 1
         length = last.end if snapshot is None else snapshot.position
-        return Prefix(length, [node.page for node in nodes if node.page >= 0], hosted, snapshot)
+        pages = [node.page for node in nodes if node.page >= 0]
+        return Prefix(length, pages, hosted, snapshot, path[-1].picks)
 
     def promote(self, spot: Spot, page: int) -> None:
         """Keep the page of a sequence to which a page in host memory was copied."""
@@ -194,6 +199,17 @@ class PrefixCache:
         """Keep the full pages of a prefix, which a sequence has filled and still uses."""
         if len(tokens) >= self._page_size:
             self._add(key, tokens, pages)
+
+    def keep_picks(self, key: str, tokens: Sequence[int], picks: torch.Tensor) -> None:
+        """Keep how often each expert was picked with the last known page of some tokens."""
+        path = list(self._walk(key, tokens, len(tokens)))
+        if path and path[-1].parent is not None:
+            path[-1].picks = picks
+
+    def picks_of(self, key: str, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Return the picks that are kept with the last known page of some tokens."""
+        path = list(self._walk(key, tokens, len(tokens)))
+        return path[-1].picks if path else None
 
     def snapshots_of(self, key: str, tokens: Sequence[int]) -> list[Snapshot]:
         """Return the snapshots of the beginnings of some tokens, the longest first."""

@@ -66,6 +66,7 @@ class _Written:
 
     pages: list[int]
     snapshots: list[Snapshot]
+    picks: torch.Tensor | None  # of experts
 
 
 class PrefixDisk:
@@ -145,13 +146,14 @@ class PrefixDisk:
         too_many = MOST_HELD * (self._held + len(pages)) > self._pool.total
         if len(pages) != self._pages(end) or too_many:
             return
-        held = _Written(pages, snapshots)
+        picks = self._cache.picks_of(key, tokens[:end])
+        held = _Written(pages, snapshots, picks)
         ends = [snapshot.position for snapshot in snapshots]
         logits = [snapshot.position for snapshot in snapshots if snapshot.has_logits]
         self._caches.settle()
         self._hold(held)
         if not self._folder.store(
-            *(digest, tokens[:end], ends, logits),
+            *(digest, tokens[:end], ends, logits, () if picks is None else picks.shape),
             self._blocks(held, self._losses),
             lambda: self._written.put(held),
         ):
@@ -205,6 +207,8 @@ class PrefixDisk:
         for snapshot in held.snapshots:
             if snapshot.has_logits:
                 yield self._logits[snapshot.slot].view(torch.uint8).numpy().data
+        if held.picks is not None:
+            yield held.picks.view(torch.uint8).flatten().numpy().data
 
     def _hold(self, held: _Written) -> None:
         self._pool.share(held.pages)
@@ -244,6 +248,9 @@ class PrefixDisk:
                 self._cache.keep_snapshot(
                     key, tokens, pages, slot, passing=False, has_logits=has_logits
                 )
+        if loading.picks is not None:
+            picks = _tensor(loading.picks).view(torch.float32)
+            self._cache.keep_picks(key, tokens, picks.view(stored.head.picks))
         self._pool.give_back(pages)
         self.hits += 1
 

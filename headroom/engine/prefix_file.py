@@ -1,9 +1,9 @@
 """Files of prefixes: one file for each, written at once, and checked block by block when read.
 
 A file begins with `MAGIC` and the version, then come the blocks: one for each page of the prefix,
-one for each snapshot, and one for the logits after each snapshot that has them. The head stands at
-the end, because it has the checksums of the blocks. It is JSON, followed by its length, its
-checksum and `MAGIC`.
+one for each snapshot, one for the logits after each snapshot that has them, and one for the picks
+of experts, if they are known. The head stands at the end, because it has the checksums of the
+blocks. It is JSON, followed by its length, its checksum and `MAGIC`.
 """
 
 import json
@@ -40,6 +40,7 @@ class PrefixHead:
     page_size: int
     snapshots: tuple[int, ...]  # after how many tokens each was taken, in the order of their blocks
     logits: tuple[int, ...] = ()  # after how many tokens: those kept, in the order of their blocks
+    picks: tuple[int, ...] = ()  # layers and experts of the last block, float32; (): there is none
     sizes: tuple[int, ...] = ()  # bytes of each block
     checksums: tuple[int, ...] = ()  # of each block
 
@@ -136,7 +137,8 @@ def _read_head(file: BinaryIO, path: Path) -> PrefixHead:
     head = _parsed(data, path)
     if _BEGIN.size + sum(head.sizes) != start or len(head.sizes) != len(head.checksums):
         raise DamagedFileError(f"{path} is damaged: its blocks have other sizes.")
-    if len(head.sizes) != head.pages + len(head.snapshots) + len(head.logits):
+    blocks = head.pages + len(head.snapshots) + len(head.logits) + bool(head.picks)
+    if len(head.sizes) != blocks:
         raise DamagedFileError(f"{path} is damaged: it has {len(head.sizes)} blocks.")
     return head
 

@@ -40,13 +40,21 @@ class StoredPrefix:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks that have this part: its pages, its snapshot, and the logits after it."""
+        """The blocks that have this part: pages, a snapshot, the logits after it, and picks."""
         head, found = self.head, list(range(self.head.pages_of(self.tokens)))
         if self.snapshot is not None:
             found.append(head.pages + self.snapshot)
         if self.has_logits:
             found.append(head.pages + len(head.snapshots) + head.logits.index(self.tokens))
+        if self.has_picks:
+            found.append(len(head.sizes) - 1)
         return found
+
+    @property
+    def has_picks(self) -> bool:
+        """Whether the file has the picks of experts, and these are nearly all of its tokens."""
+        head = self.head
+        return bool(head.picks) and head.pages_of(len(head.tokens) - self.tokens) <= 1
 
     @property
     def has_logits(self) -> bool:
@@ -73,6 +81,7 @@ class Loading:
     pages: Sequence[bytes] = ()  # none if the file could not be read
     snapshot: bytes | None = None
     logits: bytes | None = None
+    picks: bytes | None = None
 
 
 class GoneError(HeadroomError):
@@ -147,6 +156,8 @@ class PrefixFolder:
             try:
                 blocks = read_blocks(stored.path, stored.head, stored.blocks)
                 os.utime(stored.path)  # the files that were not used for longest go first
+                if stored.has_picks:
+                    loading.picks = blocks.pop()
                 if stored.has_logits:
                     loading.logits = blocks.pop()
                 if stored.snapshot is not None:
@@ -167,6 +178,7 @@ class PrefixFolder:
         tokens: Sequence[int],
         snapshots: Sequence[int],
         logits: Sequence[int],
+        picks: Sequence[int],
         blocks: Iterable[memoryview],
         done: Callable[[], None],
     ) -> bool:
@@ -183,6 +195,7 @@ class PrefixFolder:
             page_size=self._page_size,
             snapshots=tuple(snapshots),
             logits=tuple(logits),
+            picks=tuple(picks),
         )
 
         def write() -> None:

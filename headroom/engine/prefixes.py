@@ -229,6 +229,9 @@ class Prefixes:
         if known == sequence.cached and self._takes_snapshots(sequence) and not self._exact:
             self._save(sequence, passing=False)
         self._keep(sequence, known)
+        if sequence.picks is not None:
+            for end in (len(sequence.request.prompt), known):
+                self._cache.keep_picks(key, sequence.tokens[:end], sequence.picks)
         if self._disk is not None:
             self._disk.store(key, sequence.tokens[: self._keepable(sequence, known)])
 

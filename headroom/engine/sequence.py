@@ -70,6 +70,9 @@ class Sequence:
     held_back: int = 0  # guesses that were not checked, since that would not have paid
     acceptance: Acceptance = field(default_factory=Acceptance)  # of its last guesses
     experts_before: ExpertTelemetry | None = None  # counters before its first step
+    picks_before: torch.Tensor | None = None  # of all experts before its first step
+    earlier_picks: torch.Tensor | None = None  # of its conversation up to its known prefix
+    picks: torch.Tensor | None = None  # of its conversation, float32 [layers, experts], at its end
     stages_before: NamedTimes | None = None  # times of the stages before its first step
 
     @property

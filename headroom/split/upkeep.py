@@ -14,7 +14,7 @@ import torch
 
 from headroom.errors import CapacityError
 from headroom.experts.exchange import ExchangeRound, StoreExchanges, plan_exchanges, recent
-from headroom.experts.placement import ExpertPlacement, save_placement
+from headroom.experts.placement import ExpertCounts, ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
 from headroom.options import SWAP_WINDOW
@@ -123,7 +123,7 @@ class ExpertUpkeep:
         exchange, so that every pause completes one, and a new request waits for at most one.
         """
         if self._exchange_due(tokens, resting):
-            self._begin_round()
+            self._begin_round(self._seen(self._count_hits()))
             self._round_tokens = tokens
         if self._round is not None and self._turn_due(resting):
             if self._round.turned:
@@ -172,6 +172,42 @@ class ExpertUpkeep:
             return None
         now = self.read()
         return now.since(began).summary() if began is not None else None
+
+    @property
+    def picks(self) -> torch.Tensor | None:
+        """All choices `[layers, experts]` as they were read last; None: they prepare nothing."""
+        return self._counts if self._exchanging else None
+
+    def picks_since(self, before: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+        """Return the choices since `before`, other requests included, and `earlier` ones.
+
+        They are float32, and those of about the last SWAP_WINDOW tokens.
+        """
+        new = (self._counts - before).float()
+        grown = (new if earlier is None else new + earlier).tolist()
+        return torch.tensor(recent(grown, self._model.used, SWAP_WINDOW))
+
+    def prepare(self, picks: torch.Tensor) -> None:
+        """Carry out a round of exchanges by the picks of a conversation that goes on.
+
+        No step may be running. This waits for the copies of the round.
+        """
+        if not self._exchanging:
+            return
+        if self._round is not None:
+            self._count_done(self._round, self._round.stop)
+            self._note(self._round)
+        if not self._exchanging:  # the round has failed
+            return
+        self._count_hits()
+        layers = zip(picks.tolist(), self._model.layers, strict=True)
+        counts = [row[: layer.experts] for row, layer in layers]
+        self._begin_round(recent(counts, self._model.used, SWAP_WINDOW))
+        while (left := self._round) is not None:
+            self._turn(left)
+            if left.turned:
+                self._count_done(left, left.end)
+            self._note(left)
 
     def close(self) -> None:
         """End a round that is under way, and save statistics and placement; failures are logged."""
@@ -293,14 +329,13 @@ class ExpertUpkeep:
         save_placement(path, placement, self._model.identity)
         log.info("experts: placement saved to %s", path)
 
-    def _begin_round(self) -> None:
-        """Plan a round, and start its first copies."""
+    def _begin_round(self, counts: ExpertCounts) -> None:
+        """Plan a round by some counts, and start its first copies."""
         assert self._experts is not None
-        counts = self._count_hits()
         experts = self._experts
         planned = plan_exchanges(
             experts.placement(),
-            self._seen(counts),
+            counts,
             experts.layers(),
             self._rules.policy,
             experts.speeds,

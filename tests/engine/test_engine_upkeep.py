@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headroom import llm as llm_module
 from headroom.engine.request import SamplingParams
@@ -17,6 +18,7 @@ from headroom.experts.telemetry import ColdMeter, DecodeCounts
 from headroom.llm import LLM
 from headroom.plan.describe import ModelDescription
 from headroom.split.pipeline import Pipeline
+from tests.engine.test_prefixes import LlmAsker, words
 from tests.experts.stores import NotedExchanges, blob_layout, check_layer, small_store
 from tests.synth_models import MODELS, write_model
 
@@ -190,3 +192,45 @@ def test_a_dense_model_has_no_upkeep(tiny_path: Path) -> None:
         assert llm.engine.upkeep is None
         assert llm.engine.stats().experts is None
     assert not tiny_path.with_name(tiny_path.name + ".routing.json").exists()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_conversation_that_comes_back_brings_its_experts(
+    path: Path, half_cold: list[Watched], tmp_path: Path, restarted: bool
+) -> None:
+    prepared: list[list[list[float]]] = []
+
+    def open_model() -> LLM:
+        settings = SETTINGS | {"context": 512, "swap_min_gain": 1.0, "swap_false_chance": 1.0}
+        llm = LLM(str(path), routing_stats="off", cache_dir=str(tmp_path / "files"), **settings)
+        half_cold[-1].engine = llm.engine
+        assert llm.engine.upkeep is not None
+        prepare = llm.engine.upkeep.prepare
+
+        def noted(picks: torch.Tensor) -> None:
+            stats = llm.engine.stats()
+            assert stats.prompt_tokens + stats.generated_tokens == asked[-1]  # no step yet
+            prepared.append(picks.tolist())
+            prepare(picks)
+
+        llm.engine.upkeep.prepare = noted  # type: ignore[method-assign]
+        return llm
+
+    prompt, asked = words("conversation", 330), [0]
+    llm = open_model()
+    first = LlmAsker(llm).ask(prompt)
+    view = llm.engine.view_experts()
+    assert view is not None
+    picks = [layer.picks for layer in view.result(20).layers]
+    LlmAsker(llm).ask(words("others", 400))
+    assert prepared == []
+    if restarted:
+        llm.close()
+        llm = open_model()
+    stats = llm.engine.stats()
+    asked.append(stats.prompt_tokens + stats.generated_tokens)
+    turn = LlmAsker(llm).ask(prompt + first.tokens + words("turn", 50))
+    assert turn.cached == 320
+    assert prepared == [[pytest.approx(row) for row in picks]]
+    assert half_cold[-1].exchanged
+    llm.close()

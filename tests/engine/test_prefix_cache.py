@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -190,6 +191,23 @@ def test_pages_that_leave_the_devices_move_to_host_memory_and_the_oldest_are_giv
     found = cache.find("", list(range(9)), 8)
     assert found is not None
     assert (found.pages, found.hosted) == (pages, [])
+
+
+def test_picks_are_found_by_the_next_turn_and_by_nothing_that_branches_off_before() -> None:
+    cache = PrefixCache(pool := PagePool(10), SIZE)
+    fill(pool, cache, range(14))
+    cache.keep_picks("", range(14), picks := torch.ones(2, 3))
+    assert cache.picks_of("", range(13)) is picks
+    assert cache.picks_of("", range(11)) is None
+    for tokens, known in (
+        ([*range(14), 7, 7, 7, 7], picks),
+        ([*range(10), 7, 7, 7, 7], None),
+    ):
+        found = cache.find("", tokens, len(tokens))
+        assert found is not None
+        assert found.picks is known
+    cache.keep_picks("other", range(14), picks)
+    assert cache.find("other", list(range(14)), 14) is None
 
 
 def test_nothing_is_known_after_it_was_cleared() -> None:

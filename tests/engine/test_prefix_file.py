@@ -21,7 +21,7 @@ from headroom.engine.prefix_file import (
     write_prefix,
 )
 
-BLOCKS = [bytes([n]) * (40 + n) for n in range(5)]
+BLOCKS = [bytes([n]) * (40 + n) for n in range(6)]
 
 
 def head(**changes: object) -> PrefixHead:
@@ -32,6 +32,7 @@ def head(**changes: object) -> PrefixHead:
         "page_size": 4,
         "snapshots": (10,),
         "logits": (10,),
+        "picks": (2, 3),
     }
     return PrefixHead(**(given | changes))  # type: ignore[arg-type]
 
@@ -46,8 +47,8 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     found = write(path)
     assert found.tokens == tuple(range(10))
     assert found.pages == 3
-    assert found.sizes == (40, 41, 42, 43, 44)
-    assert read_blocks(path, found, range(5)) == BLOCKS
+    assert found.sizes == (40, 41, 42, 43, 44, 45)
+    assert read_blocks(path, found, range(6)) == BLOCKS
     assert read_blocks(path, found, [3, 0]) == [BLOCKS[3], BLOCKS[0]]
     assert [x.name for x in tmp_path.iterdir()] == ["a.prefix"]
 
@@ -63,11 +64,11 @@ def test_every_changed_bit_is_noticed(tmp_path: Path) -> None:
         changed[at] ^= 1 << bit
         path.write_bytes(changed)
         with pytest.raises(DamagedFileError):
-            read_blocks(path, read_head(path), range(5))
+            read_blocks(path, read_head(path), range(6))
         with pytest.raises(DamagedFileError):
-            read_blocks(path, found, range(5))
+            read_blocks(path, found, range(6))
     path.write_bytes(data)
-    assert read_blocks(path, found, range(5)) == BLOCKS
+    assert read_blocks(path, found, range(6)) == BLOCKS
 
 
 @given(length=st.integers(0, 600))

@@ -20,6 +20,7 @@ from headroom.engine.prefixes import prompt_cuts
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
+from headroom.llm import LLM
 from headroom.machine.targets import plan_devices
 from headroom.options import Options
 from headroom.plan.describe import describe
@@ -114,6 +115,13 @@ class Asker:
     def ask(self, prompt: list[int], way: str = "greedy", **more: Any) -> "Heard":
         """Ask a request and wait for its answer."""
         return Heard(self.submit(prompt, way, **more))
+
+
+class LlmAsker(Asker):
+    """Asks the engine of an open model."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm, self.engine, self.count = llm, llm.engine, 0
 
 
 class Heard:

@@ -8,6 +8,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from headroom.errors import CapacityError
 from headroom.experts.exchange import ExchangePolicy
@@ -15,7 +16,7 @@ from headroom.experts.placement import LayerExperts, load_placement
 from headroom.experts.stats import RoutingHistory, RoutingStats, StatsFile, StatsModel, load_history
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import ColdMeter, DecodeCounts
-from headroom.options import Options
+from headroom.options import SWAP_WINDOW, Options
 from headroom.plan.cost_model import ColdSpeeds
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
@@ -499,3 +500,56 @@ def test_a_view_that_was_never_taken_is_refused_at_the_end() -> None:
         getattr(case.upkeep, end)()
         with pytest.raises(CapacityError, match="shutting down"):
             asked.result(timeout=0)
+
+
+def test_a_conversation_that_comes_back_has_its_experts_hot_before_its_first_step(
+    gpu: StandInGpu,
+) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
+    assert case.experts is not None
+    before = case.upkeep.picks
+    assert before is not None
+    case.choose(1, 2, 40)  # the conversation's
+    case.choose(2, 3, 30)
+    case.rest(10)
+    kept = case.upkeep.picks_since(before, None)
+    assert [case.experts.placement().hot[layer][1] for layer in (1, 2)] == [2, 3]
+    case.choose(1, 0, 300)  # those of others push them out
+    case.choose(1, 1, 300)
+    case.choose(2, 0, 300)
+    case.choose(2, 1, 300)
+    case.rest(20)
+    assert case.experts.placement().hot == ((), (0, 1), (0, 1))
+    gpu.queues.finish()
+    case.upkeep.prepare(kept)
+    assert [set(hot) for hot in case.experts.placement().hot[1:]] == [{0, 2}, {0, 3}] or [
+        set(hot) for hot in case.experts.placement().hot[1:]
+    ] == [{1, 2}, {1, 3}]
+    case.rest(20)  # nothing was chosen since
+
+
+def test_picks_of_a_conversation_add_up_over_its_turns_and_fade(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(policy=POLICY))
+    before = case.upkeep.picks
+    assert before is not None
+    case.choose(1, 2, 6)
+    case.upkeep.read()
+    first = case.upkeep.picks_since(before, None)
+    assert first.tolist() == [[0] * 4, [0, 0, 6, 0], [0] * 4]
+    before = case.upkeep.picks
+    assert before is not None
+    case.choose(1, 3, 2)
+    case.upkeep.read()
+    assert case.upkeep.picks_since(before, first)[1].tolist() == [0, 0, 6, 2]
+    case.choose(1, 0, 10 * SWAP_WINDOW)
+    case.upkeep.read()
+    found = case.upkeep.picks_since(before, first)[1]
+    assert float(found.sum()) == pytest.approx(SWAP_WINDOW * USED[1])
+
+
+def test_without_exchanges_no_picks_are_kept(gpu: StandInGpu) -> None:
+    case = Case(None, cold_half(gpu), UpkeepRules(swap_every=None))
+    assert case.upkeep.picks is None
+    case.upkeep.prepare(torch.ones(3, 4))
+    assert case.experts is not None
+    assert not case.experts.begun

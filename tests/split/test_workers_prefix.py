@@ -16,7 +16,7 @@ from tests.engine.test_prefixes import (
     PROMPT,
     SETTINGS,
     WAYS,
-    Asker,
+    LlmAsker,
     check_conversation,
     push_out,
     words,
@@ -26,30 +26,23 @@ from tests.server.fakes import wait_until
 from tests.split.test_workers import pids
 
 
-class WorkersAsker(Asker):
-    """Asks the engine of a model whose layers run in worker processes."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.llm, self.engine, self.count = llm, llm.engine, 0
-
-
 @pytest.fixture(scope="module", params=["qwen3-tied", "qwen35"])
-def asker(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[WorkersAsker]:
+def asker(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[LlmAsker]:
     path: Path = tmp_path_factory.mktemp("workers") / "m.gguf"
     variant(request.param).save_gguf(path)
     settings = SETTINGS | {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"}
     with LLM(str(path), **settings, workers="2", worker_restarts=100) as llm:
-        yield WorkersAsker(llm)
+        yield LlmAsker(llm)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_warm_answer_of_two_processes_is_the_cold_one(asker: WorkersAsker, way: str) -> None:
+def test_a_warm_answer_of_two_processes_is_the_cold_one(asker: LlmAsker, way: str) -> None:
     check_conversation(asker, way)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_warm_answer_from_the_host_memory_of_two_processes_is_the_cold_one(
-    asker: WorkersAsker, way: str
+    asker: LlmAsker, way: str
 ) -> None:
     check_conversation(asker, way, lambda: push_out(asker))
     assert asker.engine.stats().prefixes.promoted_pages > 0
@@ -79,9 +72,9 @@ def test_an_engine_that_starts_again_answers_a_known_prompt_of_2000_tokens_warm(
     own = SETTINGS | {"context": 4096, "chunk": 256, "cache_tokens": 4096} | settings
     folder = tmp_path / "prefixes"
     with LLM(str(path), **own, cache_dir=str(folder)) as llm:
-        cold = WorkersAsker(llm).ask(LONG)
+        cold = LlmAsker(llm).ask(LONG)
     with LLM(str(path), **own, cache_dir=str(folder)) as llm:
-        asker = WorkersAsker(llm)
+        asker = LlmAsker(llm)
         for way in WAYS:
             warm = asker.ask(LONG, way)
             assert warm.cached >= 1936
@@ -94,7 +87,7 @@ def test_an_engine_that_starts_again_answers_a_known_prompt_of_2000_tokens_warm(
     for other in [x for x in others if x != settings]:  # other types, or another split
         changed = own | {"workers": None, "device": None} | other
         with LLM(str(path), **changed, cache_dir=str(folder)) as llm:
-            assert WorkersAsker(llm).ask(LONG).cached == 0
+            assert LlmAsker(llm).ask(LONG).cached == 0
 
 
 @pytest.mark.slow
@@ -105,7 +98,7 @@ def test_workers_that_are_killed_while_files_are_written_leave_whole_ones(tmp_pa
     own = SETTINGS | {"cache_dir": str(tmp_path / "prefixes"), "workers": "2"}
     random = Random("killed workers")
     with LLM(str(path), **own, worker_restarts=100) as llm:
-        asker = WorkersAsker(llm)
+        asker = LlmAsker(llm)
         for prompt in prompts:
             asker.ask(prompt)
             time.sleep(random.uniform(0.0, 0.02))
@@ -113,7 +106,7 @@ def test_workers_that_are_killed_while_files_are_written_leave_whole_ones(tmp_pa
             wait_until(lambda: bool(asker.engine.trouble), 60)
             wait_until(lambda: not asker.engine.trouble, 60)
     with LLM(str(path), **own) as llm:
-        asker = WorkersAsker(llm)
+        asker = LlmAsker(llm)
         found = 0
         for prompt in prompts:
             warm, cold = asker.ask(prompt), asker.ask(prompt, key=None)
@@ -124,9 +117,7 @@ def test_workers_that_are_killed_while_files_are_written_leave_whole_ones(tmp_pa
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("runs", [True, False], ids=["busy", "idle"])
-def test_a_lost_worker_takes_all_prefixes_with_it(
-    asker: WorkersAsker, lost: int, runs: bool
-) -> None:
+def test_a_lost_worker_takes_all_prefixes_with_it(asker: LlmAsker, lost: int, runs: bool) -> None:
     prompt = words(f"lost {lost} {runs}", 150)
     cold = asker.ask(prompt)
     assert asker.ask(prompt).cached > 0
