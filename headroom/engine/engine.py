@@ -558,6 +558,8 @@ class Engine:
         for sequence in self._scheduler.waiting:
             sequence.awaited = False
         restarter.restart(lambda: self._closing)
+        if self.upkeep is not None and not self._closing:
+            self.upkeep.begin_again()
 
     def _read_row(self, read: ReadOutput) -> None:
         """Take one output row's results; a failure ends only the request of that row."""

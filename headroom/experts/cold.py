@@ -187,6 +187,11 @@ class ColdExperts:
         if self.policies is not None:
             self.policies.restart()
 
+    @property
+    def keepers(self) -> tuple[ShareKeeper | PolicyKeeper, ...]:
+        """What follows measurements between steps, once all layers are loaded."""
+        return tuple(x for x in (self.shares, self.policies) if x is not None)
+
     def start(self) -> DecodeWorker | None:
         """Start the CPU thread after all layers are loaded; None if no layer asks the CPU."""
         if not self._worker.has_layers:

@@ -2,15 +2,16 @@
 
 `plan_exchanges` finds the pairs that are worth their copies: the counts differ by more than chance
 explains, and the exchange saves more time than it takes. An `ExchangeRound` carries the exchanges
-out one after another while steps run, on the experts of a store (`StoreExchanges`). The options
-call an exchange a swap, and so do metric names and keys of JSON.
+out one after another while steps run, on the experts of a store (`StoreExchanges`) or of worker
+processes (`split/worker_experts.py`). The options call an exchange a swap, and so do metric names
+and keys of JSON.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headroom.experts.placement import (
     ExpertCounts,
@@ -26,7 +27,7 @@ from headroom.plan.cost_model import (
 )
 
 if TYPE_CHECKING:  # imports torch, which `headroom plan` must not
-    from headroom.experts.joined import ModelStore
+    from headroom.experts.joined import ColdLayer, LocalStore
     from headroom.experts.layer_store import LayerStore
 
 
@@ -164,15 +165,60 @@ def recent(counts: ExpertCounts, used: Sequence[int], tokens: int) -> tuple[tupl
     return tuple(scaled)
 
 
-class StoreExchanges:
-    """The experts of a store, of which two at a time change places.
+class Exchanges(Protocol):
+    """The experts of a model, of which two at a time change places, here or in other processes.
 
     Only the engine's thread calls this, in the order begin, turn, end. Copies run in between.
     """
 
+    @property
+    def same_bits(self) -> bool:
+        """Whether hot and cold experts give the same results, bit by bit."""
+
+    @property
+    def speeds(self) -> ColdSpeeds | None:
+        """Speeds of decode steps; None: cold experts cost no time."""
+
+    def placement(self) -> ExpertPlacement:
+        """Return which experts are hot now."""
+
+    def layers(self) -> Sequence[LayerExperts]:
+        """Return all layers of the model, with the bytes that their experts have in memory."""
+
+    def begin(self, layer: int, promoted: int, demoted: int) -> None:
+        """Start copies of two experts to the spare buffers; steps may run and see no change."""
+
+    def ready(self) -> bool:
+        """Return whether the copies that were started last are done; waits for nothing."""
+
+    def wait(self) -> None:
+        """Wait for the copies that were started last."""
+
+    def turn(self) -> None:
+        """Let the two change sides, and start copies to their new places; no step may run."""
+
+    def end(self) -> None:
+        """Let kernels find the two at their new places; steps may run."""
+
+
+def with_store_bytes(
+    layers: Sequence[LayerExperts], stored: "Sequence[ColdLayer | None]"
+) -> tuple[LayerExperts, ...]:
+    """Return all layers of a model, with the bytes that their experts have in a store."""
+    return tuple(
+        layer
+        if one is None
+        else replace(layer, expert_bytes=one.expert_bytes, link_copies=one.link_copies)
+        for layer, one in zip(layers, stored, strict=True)
+    )
+
+
+class StoreExchanges:
+    """Exchanges of a store in this process."""
+
     def __init__(
         self,
-        store: "ModelStore",
+        store: "LocalStore",
         layers: Sequence[LayerExperts],
         *,
         same_bits: bool,  # hot and cold experts give the same results, bit by bit
@@ -180,12 +226,7 @@ class StoreExchanges:
     ) -> None:
         self._store, self.same_bits, self.speeds = store, same_bits, speeds
         self._changing: LayerStore | None = None  # the layer of the exchange that was begun last
-        self._layers = tuple(
-            layer
-            if stored is None
-            else replace(layer, expert_bytes=stored.expert_bytes, link_copies=stored.link_copies)
-            for layer, stored in zip(layers, store.layers, strict=True)
-        )
+        self._layers = with_store_bytes(layers, store.layers)
 
     def placement(self) -> ExpertPlacement:
         """Return which experts are hot now."""
@@ -230,7 +271,7 @@ class ExchangeRound:
     failed leaves every expert where its layer finds it.
     """
 
-    def __init__(self, experts: StoreExchanges, exchanges: Sequence[Exchange]) -> None:
+    def __init__(self, experts: Exchanges, exchanges: Sequence[Exchange]) -> None:
         self._experts = experts
         self._left = deque(exchanges)
         self._now: Exchange | None = None

@@ -5,6 +5,7 @@ present the experts of all stages together, so that upkeep and reports do not de
 is split.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -16,11 +17,13 @@ from headroom.experts.placement import ExpertPlacement
 from headroom.experts.store import ExpertStore
 from headroom.experts.telemetry import (
     CacheTotals,
-    ColdMeter,
+    ColdFigures,
     ColdPaces,
-    DecodeCounts,
+    ColdReading,
+    Meter,
     PolicyState,
 )
+from headroom.plan.cost_model import ColdPath
 
 
 class ModelRouting(Protocol):
@@ -31,6 +34,49 @@ class ModelRouting(Protocol):
 
     def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all choices so far, and those of decode steps alone."""
+
+
+class ColdLayer(Protocol):
+    """What is known of a layer with cold experts, here or in another process."""
+
+    @property
+    def expert_bytes(self) -> int:
+        """The bytes of one expert."""
+
+    @property
+    def link_copies(self) -> int:
+        """How many times an exchange sends the bytes of an expert over the link."""
+
+    @property
+    def path(self) -> ColdPath:
+        """Who computes the cold experts in decode steps."""
+
+
+class ModelStore(Protocol):
+    """Where each expert of a model is, here or in other processes."""
+
+    @property
+    def layers(self) -> Sequence[ColdLayer | None]:
+        """All layers of the model; None: dense, or all hot."""
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether steps of some layers change which experts are in slots."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether GPUs can read all cold experts in place."""
+
+    @property
+    def source(self) -> str:
+        """Where the placement came from."""
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of all experts in host memory."""
+
+    def current_placement(self, *, ask: bool = True) -> ExpertPlacement:
+        """Return which experts are hot now; may wait for GPUs, unless they are lost (no `ask`)."""
 
 
 class JoinedRouting:
@@ -94,7 +140,18 @@ class JoinedStore:
         return replace(placements[0], hot=tuple(hot))
 
 
-ModelStore = ExpertStore | JoinedStore
+LocalStore = ExpertStore | JoinedStore  # of stages in this process
+
+
+class JoinedMeter:
+    """Reads what the cold experts of several stages cost."""
+
+    def __init__(self, parts: Sequence[Meter]) -> None:
+        self._parts = tuple(parts)
+
+    def read(self) -> ColdReading:
+        """Return the totals of all stages."""
+        return join_readings([part.read() for part in self._parts])
 
 
 def join_routing(parts: Sequence[ModelRouting]) -> ModelRouting | None:
@@ -104,33 +161,32 @@ def join_routing(parts: Sequence[ModelRouting]) -> ModelRouting | None:
     return JoinedRouting(parts)
 
 
-def join_stores(parts: Sequence[ExpertStore]) -> ModelStore | None:
+def join_stores(parts: Sequence[ExpertStore]) -> LocalStore | None:
     """Return the stores of all stages with cold experts; None if no stage has any."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return JoinedStore(parts)
 
 
-def join_meters(parts: Sequence[ColdMeter]) -> ColdMeter | None:
+def join_meters(parts: Sequence[Meter]) -> Meter | None:
     """Return a meter of all stages with cold experts; None if no stage has any."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    workers = [part.worker for part in parts if part.worker is not None]
-    copies = [part.copies_s for part in parts if part.copies_s is not None]
+    return JoinedMeter(parts)
+
+
+def join_readings(parts: Sequence[ColdReading]) -> ColdReading:
+    """Return what cold experts cost in several stages together."""
     caches = [part.cache for part in parts if part.cache is not None]
     paces = [part.paces for part in parts if part.paces is not None]
     policies = [part.policy for part in parts if part.policy is not None]
-    costs = [part.costs for part in parts if part.costs is not None]
-    return ColdMeter(
-        worker=(lambda: _sum_counts([read() for read in workers])) if workers else None,
-        costs=tuple(cost for own in costs for cost in own) if costs else None,
-        cpu_costs=any(part.cpu_costs for part in parts),
+    return ColdReading(
+        figures=_sum_figures([part.figures for part in parts]),
         pick_bytes=_by_layer([part.pick_bytes for part in parts]),
-        copies_s=(lambda: sum(read() for read in copies)) if copies else None,
-        cache=(lambda: _sum_caches([read() for read in caches])) if caches else None,
+        cache=_sum_caches(caches) if caches else None,
         cache_bytes=_by_layer([part.cache_bytes for part in parts]),
-        paces=(lambda: _mean_paces([read() for read in paces])) if paces else None,
-        policy=(lambda: _join_policies([read() for read in policies])) if policies else None,
+        paces=_mean_paces(paces) if paces else None,
+        policy=_join_policies(policies) if policies else None,
     )
 
 
@@ -139,15 +195,19 @@ def _by_layer(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(map(sum, zip(*(row for row in rows if row), strict=True)))
 
 
-def _sum_counts(counts: Sequence[DecodeCounts]) -> DecodeCounts:
-    return DecodeCounts(
-        cpu_bytes=sum(x.cpu_bytes for x in counts),
-        gpu_bytes=sum(x.gpu_bytes for x in counts),
-        hot_s=sum(x.hot_s for x in counts),
-        wait_s=sum(x.wait_s for x in counts),
-        cold_s=sum(x.cold_s for x in counts),
-        linked=sum(x.linked for x in counts),
-        by_cpu=sum(x.by_cpu for x in counts),
+def _sum_figures(figures: Sequence[ColdFigures]) -> ColdFigures:
+    read_bytes: Counter[str] = Counter()
+    seconds: dict[str, float] = {}
+    for one in figures:
+        for path, size in one.read_bytes.items():
+            read_bytes[path] += size
+        for what, taken_s in one.seconds.items():
+            seconds[what] = seconds.get(what, 0.0) + taken_s
+    return ColdFigures(
+        dict(read_bytes),
+        seconds,
+        linked=sum(one.linked for one in figures),
+        by_cpu=sum(one.by_cpu for one in figures),
     )
 
 

@@ -299,8 +299,8 @@ def decode_choices(
 
 
 def _log(store: ExpertStore, layouts: Sequence[BlobLayout | None], device: str) -> None:
-    hot = store.placement.total
-    total = sum(x.experts for x in layouts if x is not None)
+    own = [ids for x, ids in zip(layouts, store.placement.hot, strict=True) if x is not None]
+    hot, total = sum(map(len, own)), sum(x.experts for x in layouts if x is not None)
     hot_bytes = sum(
         x.nbytes * len(ids)
         for x, ids in zip(layouts, store.placement.hot, strict=True)

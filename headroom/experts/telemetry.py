@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -94,6 +95,28 @@ class ColdFigures:
     by_cpu: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ColdReading:
+    """All that a meter tells at one moment: plain data, which another process can send."""
+
+    figures: ColdFigures = field(default_factory=ColdFigures)
+    # By layer: bytes of one cold pick in a decode step that the GPU alone reads in place. These
+    # reads are not counted, so they are computed from the picks. Empty if there are none.
+    pick_bytes: tuple[int, ...] = ()
+    cache: CacheTotals | None = None  # of layers whose slots change hands in steps
+    # By layer: bytes of an expert in a layer with a cache that never asks the CPU; 0 for others.
+    cache_bytes: tuple[int, ...] = ()
+    paces: ColdPaces | None = None  # if the CPU's share follows its speed
+    policy: PolicyState | None = None  # if slots change hands within steps
+
+
+class Meter(Protocol):
+    """Reads what cold experts cost, here or in other processes."""
+
+    def read(self) -> ColdReading:
+        """Return all totals; for the engine's thread between steps. May wait for a GPU."""
+
+
 @dataclass(slots=True)
 class ColdCosts:
     """Running totals, counted by the code that copies or computes cold experts."""
@@ -118,20 +141,28 @@ class DecodeCounts:
 
 @dataclass(frozen=True, slots=True)
 class ColdMeter:
-    """Reads what cold experts cost; for the engine's thread between steps. May wait for a GPU."""
+    """Reads what the cold experts of one device cost."""
 
     worker: Callable[[], DecodeCounts] | None = None  # of decode steps that ask the CPU
     costs: tuple[ColdCosts, ...] | None = None  # of prefill steps and of plain kernels
     cpu_costs: bool = False  # whether those may ask the CPU
-    # By layer: bytes of one cold pick in a decode step that the GPU alone reads in place. These
-    # reads are not counted, so they are computed from the picks. Empty if there are none.
-    pick_bytes: tuple[int, ...] = ()
+    pick_bytes: tuple[int, ...] = ()  # as in ColdReading
     copies_s: Callable[[], float] | None = None  # that the GPU waited for copies in prefill steps
     cache: Callable[[], CacheTotals] | None = None  # of layers whose slots change hands in steps
-    # By layer: bytes of an expert in a layer with a cache that never asks the CPU; 0 for others.
-    cache_bytes: tuple[int, ...] = ()
+    cache_bytes: tuple[int, ...] = ()  # as in ColdReading
     paces: Callable[[], ColdPaces] | None = None  # if the CPU's share follows its speed
     policy: Callable[[], PolicyState] | None = None  # if slots change hands within steps
+
+    def read(self) -> ColdReading:
+        """Return all totals so far; may wait for a GPU."""
+        return ColdReading(
+            figures=self.figures(),
+            pick_bytes=self.pick_bytes,
+            cache=None if self.cache is None else self.cache(),
+            cache_bytes=self.cache_bytes,
+            paces=None if self.paces is None else self.paces(),
+            policy=None if self.policy is None else self.policy(),
+        )
 
     def figures(self) -> ColdFigures:
         """Return the totals of all paths, without what follows from `pick_bytes`."""
@@ -253,30 +284,26 @@ class HitCounter:
         self._decode_misses += (new * (1 - self._hot)).sum(1)
         self._seen, self._decode_seen = counts, decode
 
-    def reading(self, meter: ColdMeter | None = None, exchanges: int = 0) -> ExpertTelemetry:
+    def reading(self, meter: Meter | None = None, exchanges: int = 0) -> ExpertTelemetry:
         """Return all totals so far; `exchanges` counts those that are done.
 
         Hits of decode steps in layers with a cache are those that the cache has counted.
         """
         picks = self._seen.sum(1).tolist()
         rows = (n // used for n, used in zip(picks, self._used, strict=True) if used)
-        if meter is None:
-            meter = ColdMeter()
-        cache = None if meter.cache is None else meter.cache()
-        found = meter.figures()
+        cold = ColdReading() if meter is None else meter.read()
+        cache, found = cold.cache, cold.figures
         read = {**found.read_bytes}
         linked, filled = found.linked, 0
-        if meter.pick_bytes:
-            sizes = zip(self._decode_misses.tolist(), meter.pick_bytes, strict=True)
+        if cold.pick_bytes:
+            sizes = zip(self._decode_misses.tolist(), cold.pick_bytes, strict=True)
             in_place = [(misses, size) for misses, size in sizes if size]
             linked += sum(misses for misses, _ in in_place)
             read["gpu"] = read.get("gpu", 0) + sum(misses * size for misses, size in in_place)
         if cache is not None:
-            linked += sum(
-                n for n, size in zip(cache.linked, meter.cache_bytes, strict=True) if size
-            )
-            alone = zip(cache.linked, meter.cache_bytes, strict=True)
-            read["gpu"] = read.get("gpu", 0) + sum(linked * size for linked, size in alone)
+            alone = [*zip(cache.linked, cold.cache_bytes, strict=True)]
+            linked += sum(crossed for crossed, size in alone if size)
+            read["gpu"] = read.get("gpu", 0) + sum(crossed * size for crossed, size in alone)
             filled = sum(cache.filled)
         hits, causes = self._hits_with(cache)
         misses = dict(zip(MISS_PATHS, (filled, linked - filled, found.by_cpu), strict=True))
@@ -289,8 +316,8 @@ class HitCounter:
             exchanges=exchanges,
             causes=causes,
             misses=misses,
-            paces=None if meter.paces is None else meter.paces(),
-            policy=None if meter.policy is None else meter.policy(),
+            paces=cold.paces,
+            policy=cold.policy,
         )
 
     def _hits_with(self, cache: CacheTotals | None) -> tuple[tuple[int, ...], dict[str, int]]:

@@ -98,7 +98,7 @@ def start_pipeline(
         memory,
         experts=_open_exchanges(plan, model, colds),
         meter=join_meters([cold.meter for cold in colds]),
-        keepers=[x for cold in colds for x in (cold.shares, cold.policies) if x is not None],
+        keepers=[keeper for cold in colds for keeper in cold.keepers],
         refuses_trees=model.config.refuses_trees,
         load_times=replace(times, capture_s=capture_s),
         # What taps record of a step must not mix with the step after.
@@ -157,7 +157,9 @@ class OpenedStage:
     stage: Stage
     memory: StageMemory  # of its device
     times: LoadTimes
-    features: StageFeatures | None = None  # output rows of some layers; None: nobody asked for any
+    features: StageFeatures | None  # output rows of some layers; None: nobody asked for any
+    cold: ColdExperts | None  # None if no expert is cold
+    exchanges: StoreExchanges | None  # of its hot and cold experts; None if nothing exchanges them
 
 
 def open_stage(
@@ -182,8 +184,9 @@ def open_stage(
     told.end()
     (stage,), capture_s = _open_stages(plan, model.config, [device], [loaded], memory, progress)
     check_memory(plan, device, own_memory.allocated, held_before)
-    times = replace(times, capture_s=capture_s)
-    return OpenedStage(stage, own_memory, times, loaded.features)
+    times, cold = replace(times, capture_s=capture_s), loaded.cold_experts
+    exchanges = None if cold is None else _open_exchanges(plan, model, [cold])
+    return OpenedStage(stage, own_memory, times, loaded.features, cold, exchanges)
 
 
 def _open_exchanges(

@@ -10,10 +10,9 @@ from typing import Protocol
 import torch
 
 from headroom.errors import DeviceError, KernelError
-from headroom.experts.exchange import StoreExchanges
+from headroom.experts.exchange import Exchanges
 from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join_stores
-from headroom.experts.placement import ExpertPlacement
-from headroom.experts.telemetry import ColdMeter
+from headroom.experts.telemetry import Meter
 from headroom.layers.batch import Batch, Span
 from headroom.layers.cache import CacheFiles
 from headroom.layers.draws import Draw, TokenMask
@@ -97,8 +96,8 @@ class Pipeline:
         stages: Sequence[Stage],
         vocab: int,
         memory: Mapping[str, StageMemory] = NO_MEMORY,  # by device; "cpu" also behind GPUs
-        experts: StoreExchanges | None = None,
-        meter: ColdMeter | None = None,
+        experts: Exchanges | None = None,
+        meter: Meter | None = None,
         keepers: Sequence[Keeper] = (),
         refuses_trees: str = "",
         load_times: LoadTimes | None = None,
@@ -107,7 +106,7 @@ class Pipeline:
         restarter: Restarter | None = None,
         kept_logits: torch.Tensor | None = None,
         features: ModelFeatures | None = None,
-        placement: ExpertPlacement | None = None,
+        store: ModelStore | None = None,
     ) -> None:
         self._stages = tuple(stages)
         if not self._stages[-1].has_head:
@@ -129,8 +128,7 @@ class Pipeline:
         if features is not None:
             features.settle = self.settle
         self.restarter = restarter  # None: what is lost stays lost
-        # Which experts were hot at the load, if other processes have some cold; else None.
-        self.placement = placement
+        self._store = store  # of experts in other processes; None: they are all here, or hot
         self._memory = memory
         self.experts = experts  # exchanges hot and cold experts; None if host memory holds none
         self.meter = meter  # what cold experts cost; None if no expert is cold
@@ -153,6 +151,8 @@ class Pipeline:
     @property
     def store(self) -> ModelStore | None:
         """Where each expert is; None if no expert is cold."""
+        if self._store is not None:
+            return self._store
         return join_stores([x.store for x in self._stages if x.store is not None])
 
     @property

@@ -111,8 +111,6 @@ def _with_pins(
     why = ""
     if counts is None:
         why = "there are no routing statistics, which headroom profile makes"
-    elif any(device.settings.worker for device in plan.devices):
-        why = "workers are not told which experts are chosen most often"
     elif all(device.settings.expert_policy == "static" for device in plan.devices):
         why = "no slots change hands within steps"
     if why or counts is None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from headroom.errors import CapacityError
-from headroom.experts.exchange import ExchangeRound, StoreExchanges, plan_exchanges, recent
+from headroom.experts.exchange import ExchangeRound, Exchanges, plan_exchanges, recent
 from headroom.experts.placement import ExpertCounts, ExpertPlacement, save_placement
 from headroom.experts.stats import HistoryKeeper, RoutingHistory
 from headroom.experts.telemetry import ExpertTelemetry, HitCounter
 from headroom.options import SWAP_WINDOW
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
+from headroom.split.worker_messages import WorkerLostError
 from headroom.units import gib
 
 __all__ = ["ExpertTelemetry", "ExpertUpkeep", "ExpertView", "open_upkeep"]
@@ -66,16 +67,15 @@ class ExpertUpkeep:
         self._view = recent(file.history.counts, model.used, SWAP_WINDOW)
         self._counts = self._viewed = self._routing.counts()  # as they were read last
         self._hits = HitCounter(model.used, self._counts.shape[1])
-        self._experts: StoreExchanges | None = pipeline.experts
+        self._experts: Exchanges | None = pipeline.experts
         self._store, self._keepers = pipeline.store, pipeline.keepers
         self._exchanging = self._experts is not None and rules.swap_every is not None
         self._round: ExchangeRound | None = None  # under way
-        placement = self._placement()
-        if (known := placement or pipeline.placement) is not None:
-            self._hits.set_placement(known)
-        self._some_cold = placement is not None  # in this process
-        # With all experts hot on a GPU, or in other processes, reading the counts is not worth
-        # waiting for a step.
+        if (placement := self._placement()) is not None:
+            self._hits.set_placement(placement)
+        self._some_cold = placement is not None
+        # With all experts hot on a GPU or in workers, reading the counts is not worth waiting for a
+        # step.
         self._watched = self._some_cold or pipeline.on_cpu
         self._exchanged, self._unfinished = 0, False
         self._round_tokens = self._saved_tokens = 0
@@ -208,6 +208,13 @@ class ExpertUpkeep:
             if left.turned:
                 self._count_done(left, left.end)
             self._note(left)
+
+    def begin_again(self) -> None:
+        """Take the experts as they are after workers were started again: as they were loaded."""
+        self._round = None  # the copies under way are gone, too
+        self._count_hits()
+        if (placement := self._placement()) is not None:
+            self._hits.set_placement(placement)
 
     def close(self) -> None:
         """End a round that is under way, and save statistics and placement; failures are logged."""
@@ -366,7 +373,7 @@ class ExpertUpkeep:
             log.info(
                 "exchanges: %d experts became hot, %s copied", len(exchanges.done), gib(copied)
             )
-        if exchanges.error is not None:
+        if exchanges.error is not None and not isinstance(exchanges.error, WorkerLostError):
             assert self._experts is not None
             self._exchanging = False
             self._hits.set_placement(self._experts.placement())

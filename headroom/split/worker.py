@@ -22,7 +22,6 @@ import torch
 
 from headroom import __version__
 from headroom.errors import FormatError, HeadroomError, ModelError
-from headroom.experts.placement import ExpertPlacement
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.kernels.cuda.compile import CODE
 from headroom.layers.step_timing import recording
@@ -44,6 +43,7 @@ from headroom.split.wire import (
     RefusedError,
     WireError,
 )
+from headroom.split.worker_experts import StageExperts
 from headroom.split.worker_messages import (
     CACHE_MOVES,
     CACHE_READS,
@@ -178,9 +178,9 @@ class Worker:
             raise RefusedError(f"The engine refused this worker: {message.header['reason']}")
         order = LoadOrder.read(expect(message.header, "load"))
         self._computing = True
-        stage, neighbours = self._load(order, connection)
+        stage, experts, neighbours = self._load(order, connection)
         self._computing = False
-        steps = _Steps(stage, neighbours, order.workers, connection)
+        steps = _Steps(stage, experts, neighbours, order.workers, connection)
         while (message := self._inbox.get()) is not None:
             self._computing = True
             with torch.inference_mode(), recording(self._progress):
@@ -189,7 +189,9 @@ class Worker:
             self._computing = False
         stage.stage.close()
 
-    def _load(self, order: LoadOrder, connection: Connection) -> tuple[OpenedStage, Neighbours]:
+    def _load(
+        self, order: LoadOrder, connection: Connection
+    ) -> tuple[OpenedStage, StageExperts, Neighbours]:
         told = [0.0]
 
         def progress(
@@ -204,7 +206,8 @@ class Worker:
         model = self._describe(order)
         plan = planned(model, order)
         limit_memory(plan, order.options.device_memory, only=plan.devices[order.worker])
-        stage = open_stage(plan, model, order.worker, placed(order), progress)
+        stage = open_stage(plan, model, order.worker, order.placement, progress)
+        experts = StageExperts(stage.stage.routing, stage.cold, stage.exchanges)
         neighbours = Neighbours.meet(
             order, connection.local_address, plan, model.config, order.worker
         )
@@ -218,9 +221,10 @@ class Worker:
                 capture_s=stage.times.capture_s,
                 page_bytes=stage.stage.cache_files.page_bytes,
                 snapshot_bytes=stage.stage.cache_files.snapshot_bytes,
+                cold=experts.report(),
             ).message()
         )
-        return stage, neighbours
+        return stage, experts, neighbours
 
     def _describe(self, order: LoadOrder) -> ModelDescription:
         name = self._model or order.model
@@ -244,10 +248,15 @@ class _Steps:
     """Computes the steps of a worker's stage."""
 
     def __init__(
-        self, opened: OpenedStage, neighbours: Neighbours, workers: int, connection: Connection
+        self,
+        opened: OpenedStage,
+        experts: StageExperts,
+        neighbours: Neighbours,
+        workers: int,
+        connection: Connection,
     ) -> None:
         self._stage, self._neighbours = opened.stage, neighbours
-        self._features = opened.features
+        self._features, self._experts = opened.features, experts
         self._last, self._connection = neighbours.is_last, connection
         # The engine reads one step while one more than there are workers are under way.
         self._most_kept = workers + 2
@@ -259,8 +268,11 @@ class _Steps:
         header = message.header
         if header["type"] == "rows":
             self._answer_rows(header)
-        elif header["type"] == "counts":
-            self._answer_counts(header)
+        elif header["type"] == "experts":
+            self._connection.send(*self._experts.answer(header["ask"]))
+        elif header["type"] == "exchange":
+            moved = self._experts.move(header["ask"], header["do"], header["arguments"])
+            self._connection.send(moved)
         elif header["type"] == "caches":
             self._change_caches(header, message.tensors)
         elif header["type"] == "bytes":
@@ -305,6 +317,7 @@ class _Steps:
             answer.append(self._features.first_rows(rows).cpu())
         told["features"] = self._features is not None
         self._connection.send(told, answer)
+        self._experts.follow()
 
     def _keep(self, step: int, result: StepResult) -> None:
         self._kept[step] = result.hidden.clone()
@@ -321,12 +334,6 @@ class _Steps:
         elif header["kind"] == "normed":
             hidden = self._stage.normed(hidden).float()
         self._connection.send({"type": "rows", "ask": header["ask"]}, [hidden.cpu()])
-
-    def _answer_counts(self, header: Header) -> None:
-        """Send how often each expert was picked, int64 `[2, layers, experts]`: all, and decode."""
-        routing = self._stage.routing
-        counts = [] if routing is None else [torch.stack(routing.counts_with_decode())]
-        self._connection.send({"type": "counts", "ask": header["ask"]}, counts)
 
 
 def own_device(options: Options) -> DeviceSpec:
@@ -366,19 +373,14 @@ def _proved(connection: Connection, token: str) -> Connection:
 def planned(model: ModelDescription, order: LoadOrder) -> Plan:
     """Make the engine's plan again, and return it; raise ModelError if it differs there."""
     plan = make_plan([model.shape], order.devices, order.options, order.features)
-    if order.hot is not None:
-        plan = plan.placed([len(ids) for ids in order.hot])
+    if order.placement is not None:
+        plan = plan.placed([len(ids) for ids in order.placement.hot])
     if plan_digest(plan) != order.plan_digest:
         raise ModelError(
             "The engine's plan and the worker's differ for the same devices and options.",
             hint="Install the same version of headroom on all machines.",
         )
     return plan
-
-
-def placed(order: LoadOrder) -> ExpertPlacement | None:
-    """Return which experts are hot; None: all are."""
-    return None if order.hot is None else ExpertPlacement(order.hot, "the engine")
 
 
 def _tell(connection: Connection, error: Exception, *, neighbour: bool = False) -> None:

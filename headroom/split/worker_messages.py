@@ -5,9 +5,19 @@ from dataclasses import asdict, dataclass, fields
 
 import torch
 
+from headroom.errors import DeviceError
+from headroom.experts.placement import ExpertPlacement
+from headroom.experts.telemetry import (
+    CacheTotals,
+    ColdFigures,
+    ColdPaces,
+    ColdReading,
+    PolicyState,
+)
 from headroom.layers.batch import Batch, Span
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
+from headroom.plan.cost_model import ColdPath
 from headroom.plan.settings import FeatureRequest
 from headroom.split.wire import Header, WireError
 
@@ -21,6 +31,12 @@ ROW_KINDS = ("logits", "normed", "hidden")
 CACHE_MOVES = ("save_state", "load_state", "copy_page", "save_page", "load_page")
 CACHE_WRITES = ("write_page", "write_snapshot")
 CACHE_READS = ("read_page", "read_snapshot")
+# Methods of a stage's exchanges that the engine may call in a worker.
+EXCHANGE_MOVES = ("begin", "ready", "wait", "turn", "end")
+
+
+class WorkerLostError(DeviceError):
+    """A worker has ended or hangs; what it computed is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +49,7 @@ class LoadOrder:
     options: Options
     devices: tuple[DeviceSpec, ...]  # of all workers, in the order of the stages
     plan_digest: str  # of the plan that these devices and options give
-    hot: tuple[tuple[int, ...], ...] | None  # hot experts by layer; None: all are hot
+    placement: ExpertPlacement | None  # None: all experts are hot
     features: FeatureRequest | None  # layers whose output rows are sent with each step; None: none
     meeting: tuple[str, int]  # where the workers of this start find each other
     group: str  # a name that only this start uses
@@ -58,7 +74,7 @@ class LoadOrder:
             "options": shared,
             "devices": [asdict(device) for device in self.devices],
             "plan": self.plan_digest,
-            "hot": self.hot,
+            "placement": None if self.placement is None else asdict(self.placement),
             "features": None if self.features is None else asdict(self.features),
             "meeting": list(self.meeting),
             "group": self.group,
@@ -67,7 +83,7 @@ class LoadOrder:
     @classmethod
     def read(cls, header: Header) -> "LoadOrder":
         """Return the order that a message gives."""
-        hot, features = header["hot"], header["features"]
+        placement, features = header["placement"], header["features"]
         host, port = header["meeting"]
         return cls(
             worker=int(header["worker"]),
@@ -76,7 +92,7 @@ class LoadOrder:
             options=Options(**header["options"]),
             devices=tuple(DeviceSpec(**device) for device in header["devices"]),
             plan_digest=str(header["plan"]),
-            hot=None if hot is None else tuple(tuple(map(int, ids)) for ids in hot),
+            placement=None if placement is None else _read_placement(placement),
             features=None
             if features is None
             else FeatureRequest(tuple(map(int, features["layers"])), str(features["type"])),
@@ -129,6 +145,58 @@ def read_batch(header: Header, tensors: Sequence[torch.Tensor]) -> Batch:
     )
 
 
+def _read_placement(told: Header) -> ExpertPlacement:
+    return ExpertPlacement(
+        _ids(told["hot"]), str(told["source"]), tuple(told["promised"]), _ids(told["pinned"])
+    )
+
+
+def _ids(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldLayer:
+    """What a worker tells of a layer with cold experts."""
+
+    expert_bytes: int  # of one expert
+    link_copies: int  # how many times an exchange sends the bytes of an expert over the link
+    path: ColdPath  # who computes cold experts in decode steps
+
+
+@dataclass(frozen=True, slots=True)
+class ColdReport:
+    """What a worker has loaded of experts of which some are cold."""
+
+    layers: tuple[ToldLayer | None, ...]  # by layer of the model; None: dense, hot, or another's
+    cold_bytes: int  # of all experts in host memory
+    pinned: bool  # whether its GPU can read all cold experts in place
+    is_cached: bool  # whether steps of some layers change which experts are in slots
+    same_bits: bool  # whether hot and cold experts give the same results
+    exchanges: bool  # whether hot and cold experts can change places
+
+    @classmethod
+    def read(cls, told: Header) -> "ColdReport":
+        """Return the report that a message gives."""
+        layers = tuple(None if one is None else ToldLayer(**one) for one in told["layers"])
+        return cls(**{**told, "layers": layers})
+
+
+def read_reading(told: Header) -> ColdReading:
+    """Return what cold experts cost, as a message gives it."""
+    cache, paces, policy = told["cache"], told["paces"], told["policy"]
+    return ColdReading(
+        figures=ColdFigures(**told["figures"]),
+        pick_bytes=tuple(told["pick_bytes"]),
+        cache=None
+        if cache is None
+        else CacheTotals(**{name: tuple(values) for name, values in cache.items()}),
+        cache_bytes=tuple(told["cache_bytes"]),
+        paces=None if paces is None else ColdPaces(**paces),
+        policy=None if policy is None else PolicyState(**policy),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a worker has loaded."""
@@ -140,6 +208,7 @@ class LoadReport:
     capture_s: float
     page_bytes: int  # of one page in all its layers
     snapshot_bytes: int  # of one snapshot of its layers
+    cold: ColdReport | None = None  # None: all its experts are hot
 
     def message(self) -> Header:
         """Return the report as a message."""
@@ -148,7 +217,9 @@ class LoadReport:
     @classmethod
     def read(cls, header: Header) -> "LoadReport":
         """Return the report that a message gives."""
-        return cls(**{field.name: header[field.name] for field in fields(cls)})
+        told = {field.name: header[field.name] for field in fields(cls)}
+        cold = told["cold"]
+        return cls(**{**told, "cold": None if cold is None else ColdReport.read(cold)})
 
 
 def expect(header: Header, kind: str) -> Header:

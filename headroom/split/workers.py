@@ -36,6 +36,7 @@ from headroom.layers.draws import Draw, TokenMask
 from headroom.layers.features import FeatureRows, ModelFeatures
 from headroom.machine.devices import DeviceSpec, detect_cpu
 from headroom.options import Options, child_environment
+from headroom.plan.cost_model import exchange_speeds
 from headroom.plan.describe import ModelDescription
 from headroom.plan.lines import kept_logits_bytes
 from headroom.plan.plan import Plan
@@ -43,14 +44,17 @@ from headroom.plan.settings import FeatureRequest
 from headroom.progress import LoadProgress, ignore_progress
 from headroom.split.model import HandedRows
 from headroom.split.pipeline import LoadTimes, Pipeline, StageMemory
+from headroom.split.placing import expert_layers
 from headroom.split.plan_digest import plan_digest
 from headroom.split.stage_times import NamedTimes, StageTimes
-from headroom.split.wire import Connection, Header, Heartbeat, SilenceError, WireError
+from headroom.split.wire import Connection, Header, Heartbeat, Message, SilenceError, WireError
+from headroom.split.worker_experts import WorkerExchanges, WorkerExperts, WorkerStore
 from headroom.split.worker_messages import (
     CACHE_READS,
     LOST,
     LoadOrder,
     LoadReport,
+    WorkerLostError,
     cache_message,
     expect,
     step_message,
@@ -79,7 +83,6 @@ COMPILE_S = 60.0  # more seconds on a GPU, whose first steps may compile kernels
 TOKEN_BYTES = 32
 RUN = ("-m", "headroom")  # arguments with which Python runs headroom in a new worker
 ASK_AGAIN = "All workers are started again. Ask once more."
-ASKED_OF_ALL = ("counts", "bytes")  # questions that every worker answers for its part
 WINDOW_S = 600.0  # seconds; only losses this recent count towards --worker-restarts
 
 
@@ -109,10 +112,6 @@ def parse_workers(text: str) -> list[HostWorkers]:
             )
         found.append(HostWorkers(host or HERE[0], int(count)))
     return found
-
-
-class WorkerLostError(DeviceError):
-    """A worker has ended or hangs; what it computed is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -163,9 +162,9 @@ class Workers:
         self._closing = False
         # Answers that are awaited, oldest first: by kind and number, with the rows they are about.
         self._wanted: dict[tuple[str, int], int] = {}
-        self._asked = 0  # questions to all workers
+        self._asked = 0  # questions so far
         self.starts = 0  # how often all workers were started
-        self._answers: dict[tuple[str, int], list[torch.Tensor]] = {}  # those that have come
+        self._answers: dict[tuple[str, int], Message] = {}  # those that have come
         # Output rows of layers, by worker and step, of the last steps.
         self._features: OrderedDict[tuple[int, int], torch.Tensor] = OrderedDict()
         self._watched: tuple[object, ...] = ()  # the oldest step and its progress, as last seen
@@ -247,7 +246,7 @@ class Workers:
                 options=plan.problem.options,
                 devices=plan.problem.devices,
                 plan_digest=digest,
-                hot=None if placement is None else placement.hot,
+                placement=placement,
                 features=plan.problem.request.features,
                 meeting=meeting,
                 group=group,
@@ -308,24 +307,54 @@ class Workers:
             with self._changed:
                 self._check()
 
-    def ask_last(self, header: Header) -> None:
-        """Send a message to the last worker."""
+    def ask(self, number: int, header: Header, rows: int = 0) -> int:
+        """Ask one worker something, about so many rows; return the number of the question.
+
+        Any thread may ask, each about its own types of questions.
+        """
         with self._changed:
             self._check()
-        last = self._workers[-1]
-        assert last.connection is not None
+            if self._restarting:  # another thread may ask while workers load
+                raise WorkerLostError(self._restarting, hint=self.hint())
+            worker = self._workers[number]
+            self._asked += 1
+            asked = self._asked
+        self.expect(_told_by(header["type"], number), asked, rows)
+        assert worker.connection is not None
         try:
-            last.connection.send(header)
+            worker.connection.send(header | {"ask": asked})
         except WireError as error:
-            self._lose(last, error.message)
+            self._lose(worker, error.message)
+        return asked
+
+    def ask_all(self, header: Header) -> list[Message]:
+        """Ask all workers something, and return their answers.
+
+        Each answers when it has computed all steps that were sent before.
+        """
+        asked = [self.ask(number, header) for number in range(self.count)]
+        return [self.answer(header["type"], number, ask) for number, ask in enumerate(asked)]
+
+    def answer(self, kind: str, number: int, asked: int) -> Message:
+        """Wait for a worker's answer to a question, and return it."""
+        return self.take(_told_by(kind, number), asked)
+
+    def has_answer(self, kind: str, number: int, asked: int) -> bool:
+        """Return whether a worker's answer has come; raise an error if it never will."""
+        key = _told_by(kind, number), asked
+        with self._changed:
+            self._check()
+            if key not in self._wanted:
+                raise WorkerLostError("The workers of this question are gone.", hint=self.hint())
+            return key in self._answers
 
     def expect(self, kind: str, number: int, rows: int) -> None:
         """Keep the answer about so many rows until it is taken; other answers are dropped."""
         with self._changed:
             self._wanted[kind, number] = rows
 
-    def take(self, kind: str, number: int) -> list[torch.Tensor]:
-        """Wait for an answer of the last worker, and return its tensors."""
+    def take(self, kind: str, number: int) -> Message:
+        """Wait for an answer, and return it."""
         with self._changed:
             while (kind, number) not in self._answers:
                 self._check()
@@ -339,32 +368,14 @@ class Workers:
             del self._wanted[kind, number]
             return self._answers.pop((kind, number))
 
-    def counts(self) -> list[torch.Tensor]:
-        """Return how often the workers' experts were picked since this start; see `WorkerRouting`.
-
-        This waits for all steps that were sent.
-        """
-        return self._ask_all({"type": "counts"})
-
     def read_caches(self, do: str, at: int) -> list[torch.Tensor]:
         """Return each worker's bytes of a page or a snapshot; one thread at a time may ask.
 
         This waits for all steps that were sent.
         """
         assert do in CACHE_READS
-        return self._ask_all({"type": "bytes", "do": do, "at": at})
-
-    def _ask_all(self, header: Header) -> list[torch.Tensor]:
-        """Ask all workers something; return the tensors of their answers, the first one's first."""
-        kind = header["type"]
-        with self._changed:
-            self._asked += 1
-            asked = self._asked
-        for number in range(self.count):
-            self.expect(_part_of(kind, number), asked, 0)
-        self.send(header | {"ask": asked})
-        answers = [self.take(_part_of(kind, number), asked) for number in range(self.count)]
-        return [tensor for answer in answers for tensor in answer]
+        answers = self.ask_all({"type": "bytes", "do": do, "at": at})
+        return [tensor for message in answers for tensor in message.tensors]
 
     def features(self, number: int, step: int) -> torch.Tensor:
         """Wait until a worker has computed a recent step; return what it keeps of its layers."""
@@ -543,7 +554,7 @@ class Workers:
         assert connection is not None
         try:
             while True:
-                header, tensors = connection.receive()
+                message = header, tensors = connection.receive()
                 kind = header["type"]
                 if kind == "alive":
                     self._watch(worker, int(header["progress"]))
@@ -561,11 +572,9 @@ class Workers:
                         if header["features"]:
                             self._keep_features(worker, tensors.pop())
                         if worker is self._workers[-1]:
-                            self._answer("step", header["step"], tensors)
-                    elif kind in ASKED_OF_ALL:
-                        self._answer(_part_of(kind, worker.number), header["ask"], tensors)
-                    elif kind == "rows":
-                        self._answer("rows", header["ask"], tensors)
+                            self._keep_answer("step", header["step"], message)
+                    elif "ask" in header:
+                        self._keep_answer(_told_by(kind, worker.number), header["ask"], message)
                     else:
                         heard(worker, header)
                     self._changed.notify_all()
@@ -579,9 +588,9 @@ class Workers:
         worker.all_read = True
         self._lose(worker, reason)
 
-    def _answer(self, kind: str, number: int, tensors: list[torch.Tensor]) -> None:
+    def _keep_answer(self, kind: str, number: int, message: Message) -> None:
         if (kind, number) in self._wanted:
-            self._answers[kind, number] = tensors
+            self._answers[kind, number] = message
 
     def _keep_features(self, worker: _Worker, rows: torch.Tensor) -> None:
         """Keep what a worker has sent of its layers, for as many steps as can be under way."""
@@ -619,10 +628,7 @@ class Workers:
             if kind == "step":
                 late = [x for x in self._workers if x.done < number]
             else:
-                parts = [
-                    {_part_of(asked, x.number) for asked in ASKED_OF_ALL} for x in self._workers
-                ]
-                late = [x for x, own in zip(self._workers, parts, strict=True) if kind in own]
+                late = [x for x in self._workers if kind.endswith(_told_by("", x.number))]
             return (late[0] if late else self._workers[-1]), (kind, number), rows
         return None
 
@@ -696,7 +702,7 @@ class WorkerChain:
     """All workers as one stage, which can take several steps at once."""
 
     drawn: torch.Tensor | None = None  # the engine draws all tokens
-    store = None
+    store = None  # the pipeline has the store of all workers
     has_head = True
     guesses = None  # workers verify none
 
@@ -704,13 +710,13 @@ class WorkerChain:
         self,
         workers: Workers,
         device: str,
-        routing: "WorkerRouting | None" = None,  # None: the model has no experts
+        routing: WorkerExperts | None = None,  # None: the model has no experts
         *,
         needs_snapshots: bool,
         reports: Sequence[LoadReport] = (),  # of the workers, which say the sizes of their caches
     ) -> None:
         self._workers, self.device, self.routing = workers, device, routing
-        self._steps = self._asked = 0
+        self._steps = 0
         self.needs_snapshots = needs_snapshots
         self._page_sizes = [report.page_bytes for report in reports]
         self._snapshot_sizes = [report.snapshot_bytes for report in reports]
@@ -810,15 +816,14 @@ class WorkerChain:
 
     def finish(self, step: int) -> list[torch.Tensor]:
         """Wait until the last worker has computed a step; return the logits that it sent."""
-        return self._workers.take("step", step)
+        return self._workers.take("step", step).tensors
 
     def ask(self, step: int, kind: str, rows: Sequence[int]) -> torch.Tensor:
         """Ask the last worker for some results of a step that it keeps."""
-        self._asked += 1
-        self._workers.expect("rows", self._asked, len(rows))
-        header = {"type": "rows", "ask": self._asked, "step": step, "kind": kind}
-        self._workers.ask_last(header | {"rows": list(rows)})
-        return self._workers.take("rows", self._asked)[0]
+        header = {"type": "rows", "step": step, "kind": kind, "rows": list(rows)}
+        last = self._workers.count - 1
+        asked = self._workers.ask(last, header, len(rows))
+        return self._workers.answer("rows", last, asked).tensors[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Not used: logits of workers are read from a step's result."""
@@ -850,36 +855,6 @@ class WorkerChain:
         """Return what the steps of each worker took, by the name of its device."""
         names = [device.name for device in self._workers.devices]
         return list(zip(names, self._workers.times, strict=False))
-
-
-class WorkerRouting:
-    """How often each expert was picked in all workers.
-
-    Workers that are started again count from 0. What they had counted since somebody asked is lost.
-    """
-
-    def __init__(self, workers: Workers, layers: int, experts: int) -> None:
-        self._workers = workers
-        self._before = torch.zeros(2, layers, experts, dtype=torch.int64)  # of earlier starts
-        self._now = torch.zeros_like(self._before)  # of the present one, when it was last asked
-        self._start = workers.starts
-
-    def counts(self) -> torch.Tensor:
-        """Return all choices so far, `[layers, experts]`."""
-        return self.counts_with_decode()[0]
-
-    def counts_with_decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all choices so far, and those of decode steps alone.
-
-        While a worker is lost, these are the choices that were read last.
-        """
-        with contextlib.suppress(WorkerLostError):
-            found = self._workers.counts()
-            if self._workers.starts != self._start:
-                self._before, self._start = self._before + self._now, self._workers.starts
-            self._now = torch.stack(found).sum(0)
-        every, decode = self._before + self._now
-        return every, decode
 
 
 class ChainResult:
@@ -1051,7 +1026,10 @@ def open_worker_pipeline(
     needs_snapshots = any(layer.kind != "full" for layer in model.shape.layers)
     request = plan.problem.request.features
     experts = max(layer.experts for layer in model.shape.layers)
-    routing = WorkerRouting(workers, len(model.shape.layers), experts) if experts else None
+    routing = WorkerExperts(workers, len(model.shape.layers), experts) if experts else None
+    store = None
+    if routing is not None and placement is not None:
+        store = WorkerStore(routing, [report.cold for report in reports], placement)
     name = plan.devices[0].name
     chain = WorkerChain(workers, name, routing, needs_snapshots=needs_snapshots, reports=reports)
     return Pipeline(
@@ -1069,10 +1047,22 @@ def open_worker_pipeline(
         depth=workers.count + 1 if workers.count > 1 else 1,
         pays_to_share=plan.predicted.pays_to_share,
         restarter=ChainRestarter(workers, options),
-        placement=placement,
+        store=store,
+        experts=None if store is None else _exchanges_of(workers, store, plan, model),
+        meter=None if store is None else routing,
         features=None if request is None else _features_of(chain, request, plan, model),
         kept_logits=kept_logits,
     )
+
+
+def _exchanges_of(
+    workers: Workers, store: WorkerStore, plan: Plan, model: ModelDescription
+) -> WorkerExchanges | None:
+    """Return what exchanges hot and cold experts of workers; None if nothing does."""
+    if not store.exchanges or store.is_cached:
+        return None
+    speeds = exchange_speeds(plan.cold_speeds, plan.settings.cold, store.pinned)
+    return WorkerExchanges(workers, store, expert_layers(model.shape, plan), speeds)
 
 
 def _features_of(
@@ -1161,8 +1151,8 @@ def _open_meeting(connection: Connection | None) -> tuple[Any, tuple[str, int]]:
     return store, (host, port)
 
 
-def _part_of(kind: str, number: int) -> str:
-    """Return the kind of a worker's answer to what all workers are asked."""
+def _told_by(kind: str, number: int) -> str:
+    """Return the kind of a worker's answer to a question of some type."""
     return f"{kind} of {number}"
 
 

@@ -21,7 +21,7 @@ from headroom.bench.report import Report, report_json
 from headroom.bench.run import run_bench
 from headroom.cli.bench_tables import report_tables
 from headroom.experts.placement import LayerExperts
-from headroom.experts.telemetry import ColdFigures, ExpertTelemetry
+from headroom.experts.telemetry import ColdFigures, ColdReading, ExpertTelemetry
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
@@ -87,18 +87,16 @@ def test_a_model_without_experts_has_no_locations() -> None:
 class Meter:
     """A worker that reports the reads that a test sets."""
 
-    pick_bytes = ()  # all is counted
-    cache = paces = policy = None
-
     def __init__(self) -> None:
         self.asked = 0
 
-    def figures(self) -> ColdFigures:
+    def read(self) -> ColdReading:
         self.asked += 1
-        return ColdFigures(
+        figures = ColdFigures(
             {"gpu": 10 * self.asked, "cpu": 1000 * self.asked, "stream": 500 * self.asked},
             {"hot": 0.25 * self.asked},
         )
+        return ColdReading(figures)
 
 
 HOT = 5  # experts of each layer

@@ -70,20 +70,21 @@ def test_the_costs_of_all_stages_are_added() -> None:
     )
     meter = join_meters([asking, asking, reading])
     assert meter is not None
-    one, both = asking.figures(), meter.figures()
+    one, whole = asking.figures(), meter.read()
+    both = whole.figures
     assert both.read_bytes == {name: 2 * size for name, size in one.read_bytes.items()}
     assert both.seconds["cold"] == 2 * one.seconds["cold"]
     assert both.seconds["copies"] == pytest.approx(1.0)
     assert (both.linked, both.by_cpu) == (8, 10)
-    assert meter.pick_bytes == (0, 80)
-    assert meter.paces is not None
-    assert meter.paces().cpu_share == pytest.approx((0.5 + 0.5 + 0.25) / 3)
+    assert whole.pick_bytes == (0, 80)
+    assert whole.paces is not None
+    assert whole.paces.cpu_share == pytest.approx((0.5 + 0.5 + 0.25) / 3)
 
 
 def test_a_meter_that_counts_nothing_has_no_figures() -> None:
     meter = join_meters([ColdMeter(), ColdMeter()])
     assert meter is not None
-    assert meter.figures() == ColdMeter().figures()
+    assert meter.read() == ColdMeter().read()
 
 
 def test_the_caches_of_all_stages_are_those_of_the_model() -> None:
@@ -100,8 +101,7 @@ def test_the_caches_of_all_stages_are_those_of_the_model() -> None:
     first, second = totals(5, 0), totals(0, 7)
     meter = join_meters([ColdMeter(cache=lambda: first), ColdMeter(cache=lambda: second)])
     assert meter is not None
-    assert meter.cache is not None
-    assert meter.cache() == totals(5, 7)
+    assert meter.read().cache == totals(5, 7)
 
 
 def test_policies_that_differ_are_all_told() -> None:
@@ -111,8 +111,9 @@ def test_policies_that_differ_are_all_told() -> None:
     def joined(*parts: ColdMeter) -> PolicyState:
         whole = join_meters(parts)
         assert whole is not None
-        assert whole.policy is not None
-        return whole.policy()
+        policy = whole.read().policy
+        assert policy is not None
+        return policy
 
     one, other = meter("lru", lru=0.9, static=0.5), meter("static", lru=0.6, static=0.7)
     assert joined(one, other).policy == "lru, static"

@@ -44,7 +44,7 @@ def meet(path: Path, options: Options, count: int) -> tuple[Plan, list[Neighbour
     )
     order = LoadOrder(
         worker=0, model="", identity="", options=options, devices=devices, plan_digest="",
-        hot=None, meeting=("127.0.0.1", port), group="g", features=None,
+        placement=None, meeting=("127.0.0.1", port), group="g", features=None,
     )  # fmt: skip
     met: dict[int, Neighbours] = {}
 

@@ -1,16 +1,22 @@
 """What an engine says to a worker arrives as it was meant."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
+from headroom.experts.placement import ExpertPlacement
 from headroom.layers.batch import Batch, Span
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.plan.settings import FeatureRequest
 from headroom.split.wire import WireError
 from headroom.split.worker_messages import (
+    ColdReport,
     LoadOrder,
     LoadReport,
+    ToldLayer,
     expect,
     read_batch,
     step_message,
@@ -26,7 +32,7 @@ ORDER = LoadOrder(
         DeviceSpec(name="cuda:0#2", kind="cuda", total_bytes=9, available_bytes=8, sm=90),
     ),
     plan_digest="d",
-    hot=((), (1, 2)),
+    placement=ExpertPlacement(((), (1, 2)), "statistics", (0.0, 0.5), ((), (2,))),
     features=FeatureRequest((3, 1), "q8_0"),
     meeting=("127.0.0.1", 7),
     group="g",
@@ -34,12 +40,15 @@ ORDER = LoadOrder(
 
 
 def test_an_order_arrives_without_the_settings_of_the_server() -> None:
-    found = LoadOrder.read(ORDER.message())
+    found = LoadOrder.read(json.loads(json.dumps(ORDER.message())))
     assert found.options == Options(context=512, dtype="f32")
     assert "secret" not in str(ORDER.message())
     assert found.devices == ORDER.devices
     assert found.features == ORDER.features
-    assert (found.worker, found.hot, found.meeting) == (1, ((), (1, 2)), ("127.0.0.1", 7))
+    assert (found.worker, found.meeting) == (1, ("127.0.0.1", 7))
+    assert found.placement == ORDER.placement
+    assert found.placement is not None
+    assert (found.placement.promised, found.placement.pinned) == ((0.0, 0.5), ((), (2,)))
 
 
 def test_a_step_arrives_with_its_pages_and_trees() -> None:
@@ -71,7 +80,12 @@ def test_a_step_arrives_with_its_pages_and_trees() -> None:
 
 def test_a_report_arrives() -> None:
     report = LoadReport({"kv": 3}, {"kv": 2}, 10, 0.5, 0.0, 64, 7)
-    assert LoadReport.read(report.message()) == report
+    layers = (None, ToldLayer(expert_bytes=7, link_copies=3, path="cpu"))
+    cold = ColdReport(
+        layers, cold_bytes=90, pinned=True, is_cached=False, same_bits=True, exchanges=True
+    )
+    for sent in (report, replace(report, cold=cold)):
+        assert LoadReport.read(json.loads(json.dumps(sent.message()))) == sent
 
 
 def test_another_message_than_expected_is_refused() -> None:

@@ -34,15 +34,15 @@ from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.progress import LoadStep
 from headroom.split.choice import make_worker_plan
-from headroom.split.wire import Connection, Heartbeat, RefusedError, WireError
+from headroom.split.wire import Connection, Heartbeat, Message, RefusedError, WireError
 from headroom.split.worker import EngineGoneError, Worker, _Steps, connect
+from headroom.split.worker_messages import WorkerLostError
 from headroom.split.workers import (
     ChainRestarter,
     HostWorkers,
     WorkerChain,
-    WorkerLostError,
     Workers,
-    _part_of,
+    _told_by,
     _Worker,
     open_worker_pipeline,
     parse_workers,
@@ -566,7 +566,7 @@ def test_a_restart_ends_without_an_error_when_the_engine_closes() -> None:
 
 def test_the_results_of_all_steps_under_way_are_kept() -> None:
     played: Any = SimpleNamespace(stage=None, features=None, is_last=True)
-    steps = _Steps(played, played, 9, played)
+    steps = _Steps(played, played, played, 9, played)
     for step in range(20):
         steps._keep(step, SimpleNamespace(hidden=torch.ones(1)))  # type: ignore[arg-type]
     assert set(range(10, 20)) <= set(steps._kept)  # one more than there are workers
@@ -668,13 +668,13 @@ def test_the_oldest_step_waits_for_the_worker_after_the_last_that_computed_it() 
     for step in (1, 2, 3):
         workers.expect("step", step, rows=step)
     first.done, second.done, third.done = 3, 1, 1
-    workers._answers["step", 1] = []
+    workers._answers["step", 1] = Message({}, [])
     assert workers._oldest() == (second, ("step", 2), 2)
     second.done = 2
     assert workers._oldest() == (third, ("step", 2), 2)
     workers._wanted.clear()
-    workers.expect(_part_of("counts", 1), 1, 0)
-    assert workers._oldest() == (second, (_part_of("counts", 1), 1), 0)
+    workers.expect(_told_by("experts", 1), 1, 0)
+    assert workers._oldest() == (second, (_told_by("experts", 1), 1), 0)
     workers.close()
 
 
@@ -694,7 +694,7 @@ def test_a_worker_whose_step_hangs_ends_the_request_with_an_error_and_lets_the_e
     llm = LLM(str(path), **settings(worker_timeout=5.0))
     waits, take = threading.Event(), Workers.take
 
-    def note(workers: Workers, kind: str, number: int) -> list[torch.Tensor]:
+    def note(workers: Workers, kind: str, number: int) -> Message:
         waits.set()
         return take(workers, kind, number)
 
@@ -723,7 +723,7 @@ def test_what_a_worker_says_while_it_is_ended_is_dropped() -> None:
     here = Connection(workers._listener.accept()[0], 5.0)
     here._proved = True
     ended = _Worker(0, "localhost", connection=here)
-    workers.expect("rows", 1, 1)
+    workers.expect(_told_by("rows", 0), 1, 1)
     there.send({"type": "rows", "ask": 1}, [torch.ones(1)])
     there.send({"type": "result", "step": 1})
     there.end_sending()

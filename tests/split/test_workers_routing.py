@@ -13,7 +13,9 @@ import torch
 from headroom.engine.request import SamplingParams
 from headroom.errors import DeviceError
 from headroom.llm import LLM
-from headroom.split.workers import WorkerLostError, WorkerRouting
+from headroom.split.wire import Message
+from headroom.split.worker_experts import WorkerExperts
+from headroom.split.worker_messages import WorkerLostError
 from tests.families.oracles import PROMPT, variant
 from tests.split.test_workers import pids
 
@@ -68,17 +70,18 @@ class PlayedWorkers:
     """Workers that were started a number of times, and count."""
 
     def __init__(self) -> None:
-        self.starts, self.found, self.lost = 1, [torch.zeros(2, 1, 2, dtype=torch.int64)] * 2, False
+        self.starts, self.count, self.lost = 1, 2, False
+        self.found = [torch.zeros(2, 1, 2, dtype=torch.int64)] * 2
 
-    def counts(self) -> list[torch.Tensor]:
+    def ask_all(self, header: dict[str, Any]) -> list[Message]:
         if self.lost:
             raise WorkerLostError("gone")
-        return self.found
+        return [Message(header | {"cold": None}, [counts]) for counts in self.found]
 
 
 def test_counts_of_a_start_are_added_to_those_of_earlier_ones() -> None:
     workers: Any = PlayedWorkers()
-    routing = WorkerRouting(workers, 1, 2)
+    routing = WorkerExperts(workers, 1, 2)
     workers.found = [torch.tensor([[[3, 1]], [[2, 0]]]), torch.tensor([[[0, 5]], [[0, 4]]])]
     assert [x.tolist() for x in routing.counts_with_decode()] == [[[3, 6]], [[2, 4]]]
     workers.lost = True
@@ -91,11 +94,11 @@ def test_counts_of_a_start_are_added_to_those_of_earlier_ones() -> None:
 
 def test_other_errors_than_a_loss_are_not_hidden() -> None:
     workers: Any = PlayedWorkers()
-    routing = WorkerRouting(workers, 1, 2)
+    routing = WorkerExperts(workers, 1, 2)
 
-    def fail() -> list[torch.Tensor]:
+    def fail(header: dict[str, Any]) -> list[Message]:
         raise DeviceError("broken")
 
-    workers.counts = fail
+    workers.ask_all = fail
     with pytest.raises(DeviceError, match="broken"):
         routing.counts()
