@@ -163,10 +163,13 @@ class PrefixDisk:
         """Fill pages with what was read, and let go of what was written."""
         while not self._written.empty():
             self._let_go(self._written.get())
-        for sequence, loading in self._loads:
-            if loading.done and loading.pages:
+        # The folder's thread may end another load meanwhile: that one is left for the next time.
+        ended = [(sequence, loading) for sequence, loading in self._loads if loading.done]
+        for sequence, loading in ended:
+            loading.collected = True
+            if loading.pages:
                 self._take(sequence, loading)
-        self._loads = [(sequence, load) for sequence, load in self._loads if not load.done]
+        self._loads = [(sequence, load) for sequence, load in self._loads if not load.collected]
 
     def entries(self, owner: str) -> list[StoredEntry]:
         """Return what is told of the files of an owner's prefixes."""

@@ -126,7 +126,7 @@ class Prefixes:
         """
         if not self._may_begin_later(sequence):
             return False
-        if sequence.loading is not None and not sequence.loading.done:
+        if sequence.loading is not None and not sequence.loading.collected:
             return True
         least = sequence.cached + self._page_size
         return any(

@@ -13,6 +13,7 @@ import torch
 
 from headroom.engine import prefix_folder
 from headroom.engine.prefix_file import SUFFIX
+from headroom.engine.prefix_folder import Loading
 from headroom.errors import OptionError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
@@ -70,6 +71,33 @@ def test_a_warm_answer_after_a_restart_is_the_cold_one(
             assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
             assert least <= warm.cached <= len(prompt)
             asker.engine.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_file_that_is_read_while_another_is_collected_is_collected_next(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker = Asker(checkpoint, cache_dir=str(tmp_path))
+    asker.engine.close()  # from here on this test alone collects
+    disk = asker.engine._prefixes._disk
+    assert disk is not None
+    sequence: Any = object()
+    late, early = (Loading(stored=None, pages=[b"page"]) for _ in range(2))  # type: ignore[arg-type]
+    early.done = True
+    taken: list[Loading] = []
+
+    def take(_: Any, loading: Loading) -> None:
+        taken.append(loading)
+        late.done = True  # as the thread of the folder would set it
+
+    monkeypatch.setattr(disk, "_take", take)
+    disk._loads = [(sequence, late), (sequence, early)]
+    disk.collect()
+    assert (taken, early.collected, late.collected) == ([early], True, False)
+    assert disk.loading
+    disk.collect()
+    assert (taken, late.collected) == ([early, late], True)
+    assert not disk.loading
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen35", "gemma4-31b"], indirect=True)
