@@ -208,7 +208,9 @@ class ChatRenderer:
                 continue
             replay = _Replay(answer, _new_placeholder(), _new_placeholder(), place > last_user)
             replays.append(replay)
-            turns.append(self._with_placeholders(message, replay, way))
+            thinks = answer.after_thought > 0 and self._reasoning is not None
+            thought = replay.thought if thinks else None
+            turns.append(_with_placeholders(message, replay.body, thought, way))
         try:
             text = self._render(turns, settings)
         except RequestError:
@@ -216,20 +218,6 @@ class ChatRenderer:
         if any(text.count(replay.body) != 1 for replay in replays):
             return None
         return self._fill(text, replays, way)
-
-    def _with_placeholders(self, message: Message, replay: _Replay, way: Way) -> Turn:
-        """Return a message with placeholders instead of its thought and what follows it."""
-        turn = {key: value for key, value in message.items() if key != "tool_calls"}
-        if way == "content":
-            turn["content"] = replay.body
-        else:
-            call = calls_of(message)[0]
-            function = {"name": call["function"]["name"], "arguments": {"k": replay.body}}
-            turn |= {"content": "", "tool_calls": [{**call, "function": function}]}
-        if replay.answer.after_thought and self._reasoning is not None:
-            turn = {key: value for key, value in turn.items() if key not in REASONING_FIELDS}
-            turn["reasoning_content"] = replay.thought
-        return turn
 
     def _fill(self, text: str, replays: Sequence[_Replay], way: Way) -> _ReplayedChat | None:
         """Return the prompt with answers instead of their placeholders; None if one has no place.
@@ -328,17 +316,13 @@ class ChatRenderer:
         settings = _Settings([Tool(name="f")], continues=False, variables={})
         call = {"id": "abcdefghi", "function": {"name": "f", "arguments": "{}"}}
         asked: Turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        empty = RememberedAnswer(
-            prompt_end="", tokens=(), raw="", after_thought=0, thought="", text="", calls=()
-        )
         bodies = [_new_placeholder(), _new_placeholder()]
         results = [_new_placeholder(), _new_placeholder()]
         usual: list[Message] = [{"role": "user", "content": "q"}]
         marked = list(usual)
         for body, result in zip(bodies, results, strict=True):
             returned = {"role": "tool", "content": result, "tool_call_id": "abcdefghi"}
-            replay = _Replay(empty, body, "", is_current=True)
-            marked += [self._with_placeholders(asked, replay, way), returned]
+            marked += [_with_placeholders(asked, body, None, way), returned]
             usual += [asked, returned]
         marked += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}]
         try:
@@ -355,6 +339,21 @@ class ChatRenderer:
             if not usual_text[: usual_text.find(result)].endswith(between):
                 return False
         return True
+
+
+def _with_placeholders(message: Message, body: str, thought: str | None, way: Way) -> Turn:
+    """Return a message with placeholders instead of its thought, if it has one, and of the rest."""
+    turn = {key: value for key, value in message.items() if key != "tool_calls"}
+    if way == "content":
+        turn["content"] = body
+    else:
+        call = calls_of(message)[0]
+        function = {"name": call["function"]["name"], "arguments": {"k": body}}
+        turn |= {"content": "", "tool_calls": [{**call, "function": function}]}
+    if thought is not None:
+        turn = {key: value for key, value in turn.items() if key not in REASONING_FIELDS}
+        turn["reasoning_content"] = thought
+    return turn
 
 
 def _new_placeholder() -> str:

@@ -380,3 +380,40 @@ def test_a_call_without_a_known_answer_does_not_hide_the_known_ones() -> None:
     text, _ = chat.prompt()
     assert ANSWERS["json"][0] in text
     assert '{"name": "weather", "arguments": {"city": "Ulm"}}' in text
+
+
+# Refuses any conversation that no client could have had.
+STRICT = """
+{%- set seen = namespace(role='') %}
+{%- for m in messages %}
+{%- if m.content is not string %}{{ raise_exception('no text in ' ~ m.role) }}{% endif %}
+{%- if m.role == 'user' %}
+{%- if seen.role not in ('', 'assistant') or not m.content %}
+{{ raise_exception('no question') }}{% endif %}
+{%- elif m.role == 'assistant' %}
+{%- if seen.role not in ('user', 'tool') %}{{ raise_exception('no turn') }}{% endif %}
+{%- if not m.content and not m.tool_calls %}{{ raise_exception('no answer') }}{% endif %}
+{%- for call in m.tool_calls or [] %}
+{%- if call.id is not string or call.id | length != 9 %}{{ raise_exception('no id') }}{% endif %}
+{%- if call.function.name not in tools | map(attribute='function.name') %}
+{{ raise_exception('no such tool') }}{% endif %}
+{%- if call.function.arguments is not mapping %}{{ raise_exception('no arguments') }}{% endif %}
+{%- endfor %}
+{%- elif m.role == 'tool' %}
+{%- if seen.role not in ('assistant', 'tool') or not m.content %}
+{{ raise_exception('no result') }}{% endif %}
+{%- if m.tool_call_id is not string or m.tool_call_id | length != 9 %}
+{{ raise_exception('no id of a call') }}{% endif %}
+{%- else %}{{ raise_exception('no role') }}{% endif %}
+{%- set seen.role = m.role %}
+{%- endfor %}"""
+
+
+def test_answers_are_replayed_by_a_template_that_takes_only_true_conversations() -> None:
+    """So the chats by which the renderer tries a template are conversations, too."""
+    tokenizer, plain = tool_tokenizer("mistral_args"), tool_template("mistral_args")
+    template = ChatTemplate(STRICT + plain.source, "", tokenizer.eos_token)
+    chat = Chat(tokenizer, template)
+    check_replay(
+        chat, [ANSWERS["mistral"][1].replace("abc123XYZ", id) for id in ("a" * 9, "b" * 9)]
+    )

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from headroom.errors import ModelError, RequestError
 from headroom.families.files import open_checkpoint
 from headroom.text.chat_template import ChatTemplate
+from headroom.text.template_limits import MAX_CHARACTERS
 
 CHAT = [
     {"role": "system", "content": "Be brief. <b>&</b>"},
@@ -334,3 +335,12 @@ def test_a_start_that_the_template_leaves_out_is_refused() -> None:
     chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hm"}]
     with pytest.raises(RequestError, match="leaves out the last message"):
         template.render_start(chat)
+
+
+def test_a_prompt_of_many_pieces_may_have_the_limit_and_no_character_more() -> None:
+    source = "{% for i in range(32) %}{{ 'a' * 1048576 }}{% endfor %}{{ end }}"
+    template = ChatTemplate(source, "", "")
+    chat = [{"role": "user", "content": "q"}]
+    assert len(template.render(chat, end="")) == MAX_CHARACTERS == 32 << 20
+    with pytest.raises(RequestError, match=f"the prompt has more than {MAX_CHARACTERS} characters"):
+        template.render(chat, end="a")

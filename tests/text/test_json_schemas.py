@@ -176,3 +176,16 @@ def test_references_of_a_schema_that_becomes_a_part_are_moved() -> None:
         ],
         "const": {"$ref": "#"},
     }
+
+
+def test_each_discriminator_is_looked_at_alone() -> None:
+    told: dict[str, Any] = {"discriminator": {"propertyName": "k"}}
+    unclear = {**told, "oneOf": [choice("a"), choice("a")]}
+    clear = {**told, "oneOf": [choice("a"), choice("b")]}
+    for first, second in (("properties", "$defs"), ("items", "properties")):
+        schema = {
+            "properties": {"x": unclear}, "$defs": {"x": clear}, "items": unclear
+        } if first == "properties" else {"items": unclear, "properties": {"x": clear}}  # fmt: skip
+        kept = without_annotations(schema)
+        assert "anyOf" in kept[second]["x"]
+        assert "oneOf" in kept["items"]

@@ -21,9 +21,11 @@ class PairTokenizer:
 
     def __init__(self) -> None:
         self.longest = 0
+        self.sizes: list[int] = []
 
     def encode(self, text: str) -> list[int]:
         self.longest = max(self.longest, len(text))
+        self.sizes.append(len(text))
         blanks = 1 if text.startswith(" ") else 0
         return list(range(blanks + (len(text.lstrip(" ")) + 1) // 2))
 
@@ -57,3 +59,11 @@ def test_the_first_tokens_are_those_of_the_whole_text() -> None:
     assert tokens is not None
     assert len(tokens) > CONTEXT
     assert tokens == counter.encode(text)[: len(tokens)]
+
+
+def test_twice_as_much_of_a_text_is_tried_each_time() -> None:
+    counter = PairTokenizer()
+    text = " " * (4 * CHARACTERS) + "a" * (10 * CHARACTERS)
+    tokens = first_tokens(cast(Tokenizer, counter), text, CONTEXT)
+    assert tokens is not None
+    assert counter.sizes == [CHARACTERS, 2 * CHARACTERS, 4 * CHARACTERS, 8 * CHARACTERS]

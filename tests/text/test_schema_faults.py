@@ -313,3 +313,19 @@ def test_a_schema_that_is_too_long_for_any_grammar_is_not_looked_at() -> None:
 )  # fmt: skip
 def test_reasons_are_told_in_words_of_their_own(error: str, reason: str) -> None:
     assert plain_reason(error) == reason
+
+
+@pytest.mark.parametrize(
+    ("part", "kept"),
+    [
+        ({"type": "array", "items": 5, "maxItems": 2}, {"type": "array"}),
+        ({"type": "object", "properties": 5, "title": "A"}, {"type": "object"}),
+        ({"type": "object", "required": 5, "title": "A"}, {"type": "object"}),
+        ({"type": "object", "required": 5, "properties": {"x": {"const": 1}}},
+         {"type": "object", "properties": {"x": {"const": 1}}}),
+        ({"type": ["string", "any"], "title": "A"}, {"title": "A"}),
+    ],
+)  # fmt: skip
+def test_keywords_of_the_shape_are_left_out_last(part: Any, kept: Any) -> None:
+    assert enforceable(nested(part))["properties"]["a"] == kept
+    assert enforceable(part) == kept

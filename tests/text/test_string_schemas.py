@@ -190,3 +190,16 @@ def test_references_are_followed_16_deep_and_no_deeper() -> None:
     assert string_terminal({"$ref": "#/$defs/d15"}, root) == "/(?s:.){0,1}/"
     with pytest.raises(SchemaError, match="more than 16 deep"):
         string_terminal({"$ref": "#/$defs/d16"}, root)
+
+
+@pytest.mark.parametrize("key", ["allOf", "anyOf", "oneOf"])
+def test_choices_that_lead_back_to_themselves_are_refused(key: str) -> None:
+    root = {"$defs": {"loop": {key: [{"$ref": "#/$defs/loop"}]}}}
+    with pytest.raises(SchemaError, match="more than 16 deep"):
+        string_terminal(root["$defs"]["loop"], root)
+    deep: dict[str, Any] = {"maxLength": 1}
+    for _ in range(16):
+        deep = {key: [deep]}
+    assert "{0,1}" in string_terminal(deep, {})
+    with pytest.raises(SchemaError, match="more than 16 deep"):
+        string_terminal({key: [deep]}, {})
