@@ -73,8 +73,14 @@ def make_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     for name in names:
         function = name.replace("-", "_")
         command = getattr(import_module(f"headroom.cli.{function}"), function)
-        app.command(cls=Command, epilog=None if name in FEW_SETTINGS else EPILOG)(command)
+        epilog = None if name in FEW_SETTINGS else EPILOG
+        app.command(cls=Command, help=help_text(command.__doc__), epilog=epilog)(command)
     return app
+
+
+def help_text(docstring: str) -> str:
+    """Return a docstring with a line for each paragraph, so that it is wrapped for the terminal."""
+    return "\n\n".join(" ".join(part.split()) for part in docstring.split("\n\n"))
 
 
 class Command(TyperCommand):

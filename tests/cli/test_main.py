@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_help_explains_the_arguments(
 ) -> None:
     assert run_command([command, "--help"]) == 0
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench", "experts", "synth-trace", "worker"])
+def test_help_is_wrapped_at_the_width_of_the_terminal_alone(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command([command, "--help"]) == 0
+    about = capsys.readouterr().out.partition("╭")[0].splitlines()
+    lines = [line.strip() for line in about]
+    for line, after in pairwise(lines):
+        if line and after:
+            assert len(line) + 1 + len(after.split()[0]) > 78, line
+    assert max(map(len, about)) <= 80
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
