@@ -1,6 +1,7 @@
 """Engine: one thread schedules requests, runs steps, samples tokens and emits events."""
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -15,6 +16,7 @@ import torch
 
 from headroom.engine.batching import make_batch
 from headroom.engine.drafting import Drafting
+from headroom.engine.host_pressure import HostWatch
 from headroom.engine.masks import MaskPool
 from headroom.engine.outputs import (
     LaunchedStep,
@@ -41,6 +43,7 @@ from headroom.engine.stats import Counters, EngineStats
 from headroom.errors import CapacityError, DeviceError, HeadroomError, ModelError, RequestError
 from headroom.layers.draws import TokenMask
 from headroom.layers.guesses import Accepted
+from headroom.machine.devices import HostRoom
 from headroom.plan.settings import PlanSettings
 from headroom.spec.drafter import Drafter
 from headroom.split.pipeline import Pipeline
@@ -80,9 +83,10 @@ class Engine:
         self.capacity = settings.parallel + queue  # requests that may run or wait
         self._pool = PagePool(settings.pages)
         limits = Limits(settings.parallel, settings.chunk, settings.page_size, settings.exact_batch)
-        page_bytes = pipeline.cache_files.page_bytes
+        caches = pipeline.cache_files
         self._prefixes = Prefixes(
-            pipeline, self._pool, settings, prefix_files, page_bytes, pipeline.kept_logits
+            *(pipeline, self._pool, settings, prefix_files),
+            *(caches.page_bytes, caches.snapshot_bytes, pipeline.kept_logits),
         )
         self._scheduler = Scheduler(limits, self._pool, self._prefixes)
         self._counters = Counters()
@@ -106,6 +110,8 @@ class Engine:
             prefix_files.folder.on_done = self._wake
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
+        pressure = self._prefixes.host_pressure
+        self._host_watch = HostWatch(self._look_at_host) if pressure.watches else None
         # Python would end the thread in the midst of a step, which aborts the whole process.
         atexit.register(self.close)
 
@@ -196,6 +202,13 @@ class Engine:
         """Forget an owner's prompts after the step under way; the result is in pages."""
         return self._between_steps(lambda: self._prefixes.forget(owner))
 
+    def _look_at_host(self, room: HostRoom) -> None:
+        """Give up kept prefixes after the step under way if host memory is short."""
+        pressure = self._prefixes.host_pressure
+        if pressure.concerns(room):
+            with contextlib.suppress(CapacityError):  # the engine is closing
+                self._between_steps(lambda: pressure.look(room))
+
     def _between_steps(self, work: Callable[[], T]) -> "Future[T]":
         """Let the engine's thread do something between two steps."""
         asked: Future[T] = Future()
@@ -233,6 +246,8 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        if self._host_watch is not None:
+            self._host_watch.close()
         self._masks.close()
         self._prefixes.close()
         self._pipeline.close()

@@ -26,6 +26,7 @@ class HostPages:
         self.total = count
         self.save = save  # copies a page of the devices to a slot
         self.free = list(range(count - 1, -1, -1))
+        self.closed = False  # pages that leave the devices are given up
 
     @property
     def used(self) -> int:
@@ -132,6 +133,8 @@ class PrefixCache:
         self._host = HostPages(0, lambda page, slot: None) if host is None else host
         self.needs_snapshots = snapshot_slots is not None
         self._free_slots = list(range((snapshot_slots or 0) - 1, -1, -1))
+        self._snapshot_slots = len(self._free_slots)
+        self._snapshots_closed = False  # no snapshots are taken
         self._roots: dict[str, _Page] = {}
         self._snapshots: list[Snapshot] = []
         self._order = count()  # breaks ties of times and in the heap
@@ -234,6 +237,8 @@ class PrefixCache:
 
     def take_snapshot_slot(self) -> int | None:
         """Return a slot for a snapshot that is about to be taken; None if there is none."""
+        if self._snapshots_closed:
+            return None
         if not self._free_slots and (oldest := self._least_wanted()) is not None:
             self._drop_snapshot(oldest)
         return self._free_slots.pop() if self._free_slots else None
@@ -290,6 +295,31 @@ class PrefixCache:
                     idle_s=now - used,
                     host_pages=sum(spot.page < 0 for spot in spots),
                 )
+
+    def close_host(self, *, snapshots: bool) -> bool:
+        """Forget what is in host memory, pages or snapshots, and take no more until `open_host`.
+
+        Return whether nothing uses this memory any more. Otherwise call it again after some steps.
+        """
+        if snapshots:
+            self._snapshots_closed = True
+            for snapshot in [one for one in self._snapshots if not one.holds]:
+                self._drop_snapshot(snapshot)
+            return len(self._free_slots) == self._snapshot_slots
+        self._host.closed = True
+        for root in list(self._roots.values()):
+            nodes = (root, *_below(root))
+            for snapshot in [x for node in nodes for x in node.snapshots.values()]:
+                if snapshot.tail_spot is not None and snapshot.tail_spot.page < 0:
+                    self._drop_snapshot(snapshot)
+            for node in nodes:
+                if node.parent is not None and node.page < 0 and not node.dropped:
+                    self._drop_below(node)
+        return not self._host.used
+
+    def open_host(self) -> None:
+        """Take pages and snapshots into host memory again."""
+        self._host.closed = self._snapshots_closed = False
 
     def clear(self) -> None:
         """Forget all prefixes."""
@@ -433,6 +463,8 @@ class PrefixCache:
 
     def _take_host_slot(self) -> int | None:
         """Return a free slot of host memory; the page that was not used for longest makes room."""
+        if self._host.closed:
+            return None
         while not self._host.free and self._host_heap:
             used, _, node = heapq.heappop(self._host_heap)
             gone = node.dropped or node.page >= 0 or bool(node.children)

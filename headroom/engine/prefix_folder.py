@@ -113,6 +113,7 @@ class PrefixFolder:
         self._by_start: dict[tuple[str, tuple[int, ...]], list[Path]] = defaultdict(list)
         self._listed_at = 0  # the folder's time of change when it was last listed
         self._paused_until = 0.0
+        self._failing = False  # the last file could not be written
         self.stored_bytes = self.stored_files = 0
         self.on_done: Callable[[], None] = lambda: None  # called by the thread after each job
         try:
@@ -203,6 +204,9 @@ class PrefixFolder:
             path = self._folder / _name(head)
             try:
                 size = write_prefix(path, head, blocks)
+                if self._failing:
+                    self._failing = False
+                    log.info("prefix cache: files are written to %s again", self._folder)
                 self._learn(path, read_head(path))
                 self._drop_shorter(head, path)
                 self._shrink()
@@ -211,10 +215,13 @@ class PrefixFolder:
                 log.info("prefix cache: %d tokens are not written: %s", len(tokens), error)
             except (OSError, DamagedFileError) as error:
                 self._paused_until = time.monotonic() + PAUSE_S
-                log.warning(
-                    "prefix cache: nothing is written to %s for %.0f s: %s",
-                    *(self._folder, PAUSE_S, error),
-                )
+                if not self._failing:
+                    log.warning(
+                        "prefix cache: nothing is written to %s, which is tried again every %.0f "
+                        "s; prefixes are kept in memory: %s",
+                        *(self._folder, PAUSE_S, error),
+                    )
+                self._failing = True
             finally:
                 done()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from headroom.engine.host_pressure import HostPressure, HostTier
 from headroom.engine.pages import PagePool
 from headroom.engine.prefix_cache import HostPages, KeptPrefix, Prefix, PrefixCache
 from headroom.engine.prefix_disk import PrefixDisk, PrefixFiles
@@ -65,6 +66,7 @@ class Prefixes:
         settings: PlanSettings,
         files: PrefixFiles | None = None,
         page_bytes: int = 0,  # of all stages together
+        snapshot_bytes: int = 0,  # the same
         logits: torch.Tensor | None = None,  # room for a row of each snapshot
     ) -> None:
         self._mover, self._chunk, self._page_size = mover, settings.chunk, settings.page_size
@@ -77,6 +79,8 @@ class Prefixes:
         self._host = HostPages(settings.host_pages if self.works else 0, mover.save_page)
         self._cache = PrefixCache(pool, self._page_size, slots, self._host)
         self._page_bytes = page_bytes
+        tier = HostTier(self._host.total * page_bytes, (slots or 0) * snapshot_bytes)
+        self.host_pressure = HostPressure(self._cache, mover, tier)
         self._logits = torch.empty(0, 0) if logits is None else logits
         self._disk: PrefixDisk | None = None
         if files is not None and self.works:

@@ -141,6 +141,12 @@ class CacheMover(Protocol):
     def load_page(self, slot: int, page: int) -> None:
         """Copy a slot of host memory to a page of keys and values."""
 
+    def drop_host_pages(self) -> None:
+        """Forget all pages in host memory, and give this back to the system until it is used."""
+
+    def drop_snapshots(self) -> None:
+        """Forget all snapshots, and give their memory back to the system until it is used."""
+
 
 class CacheFiles(Protocol):
     """Tells what caches hold as bytes, for files."""
@@ -247,6 +253,22 @@ class StageCaches:
         """Copy a slot of host memory to a page of keys and values."""
         for hosted, kv in zip(self._hosted, self._page(page), strict=True):
             kv.copy_(hosted[slot], non_blocking=True)
+
+    def drop_host_pages(self) -> None:
+        """Forget all pages in host memory, and give this back to the system until it is used."""
+        self._drop(self._host_memory)
+
+    def drop_snapshots(self) -> None:
+        """Forget all snapshots, and give their memory back to the system until it is used."""
+        self._drop(self._memory)
+
+    def _drop(self, memory: HostMemory | None) -> None:
+        for kv in (*self._lent, *self._states):
+            if kv.device.type == "cuda":
+                torch.cuda.synchronize(kv.device)
+                break
+        if memory is not None:
+            memory.drop()
 
     @property
     def page_bytes(self) -> int:

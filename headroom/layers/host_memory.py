@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from headroom.kernels.cuda.driver import lock_pages, unlock_pages
-from headroom.kernels.native.memory import large_pages, touch_pages
+from headroom.kernels.native.memory import drop_pages, large_pages, touch_pages
 from headroom.machine.cgroups import read_limits
 from headroom.machine.devices import pinnable_bytes
 from headroom.units import gib
@@ -23,20 +23,34 @@ class HostMemory:
     def __init__(self, size: int, *, pin: bool) -> None:
         self.bytes = large_pages(size)
         self.refused = ""  # why the driver did not pin it; "" if it did, or was not asked
-        self.pinned = False
+        self._unpin: weakref.finalize[..., HostMemory] | None = None
         if pin and size:
             device = torch.cuda.current_device()
             # The driver would touch page after page, in one thread.
             touch_pages(self.bytes)
             self.refused = lock_pages(self.bytes.data_ptr(), size, device)
-            self.pinned = not self.refused
-            if self.pinned:
+            if not self.refused:
                 # The finalizer keeps the memory until the driver has unpinned it. At the end of
                 # the process the system does both.
-                weakref.finalize(self, _give_back, self.bytes, device).atexit = False
+                self._unpin = weakref.finalize(self, _give_back, self.bytes, device)
+                self._unpin.atexit = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the driver has pinned it."""
+        return self._unpin is not None and self._unpin.alive
 
     def __len__(self) -> int:
         return len(self.bytes)
+
+    def drop(self) -> None:
+        """Forget what is in it and let the system have its pages until it is used again.
+
+        It is no longer pinned then. No copy may be under way.
+        """
+        if self._unpin is not None:
+            self._unpin()
+        drop_pages(self.bytes)
 
 
 def pin_limits() -> str:

@@ -71,21 +71,35 @@ def torch_name(name: str) -> str:
     return name.replace("hip", "cuda", 1) if name.startswith("hip") else name
 
 
-def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:
-    """Return the CPU with the memory and the cores that this process may use."""
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Host memory as this process may use it."""
+
+    total_bytes: int
+    available_bytes: int  # of these, what neither this process nor others hold
+
+
+def host_room(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> HostRoom:
+    """Return the host memory of this machine or of the control groups, whichever is less."""
     limits = limits or read_limits(proc)
-    cores = usable_cores(limits)
     memory = _read_meminfo(proc / "meminfo")
     total = memory.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = memory.get("MemAvailable", total)
     if limits.memory_bytes is not None and limits.available_bytes is not None:
         total = min(total, limits.memory_bytes)
         available = min(available, limits.available_bytes)
+    return HostRoom(total, min(available, total))
+
+
+def detect_cpu(proc: Path = Path("/proc"), limits: GroupLimits | None = None) -> DeviceSpec:
+    """Return the CPU with the memory and the cores that this process may use."""
+    limits = limits or read_limits(proc)
+    cores, room = usable_cores(limits), host_room(proc, limits)
     return DeviceSpec(
         name="cpu",
         kind="cpu",
-        total_bytes=total,
-        available_bytes=min(available, total),
+        total_bytes=room.total_bytes,
+        available_bytes=room.available_bytes,
         flops=cores * ASSUMED_CORE_FLOPS,
         cores=cores,
         native=find_spec("headroom.kernels.native._native") is not None,

@@ -275,6 +275,18 @@ class Pipeline:
         for stage in self._stages:
             stage.caches.load_page(slot, page)
 
+    def drop_host_pages(self) -> None:
+        """Forget all pages in host memory, and give this back to the system until it is used."""
+        self.settle()
+        for stage in self._stages:
+            stage.caches.drop_host_pages()
+
+    def drop_snapshots(self) -> None:
+        """Forget all snapshots, and give their memory back to the system until it is used."""
+        self.settle()
+        for stage in self._stages:
+            stage.caches.drop_snapshots()
+
     @property
     def cache_files(self) -> "PipelineFiles":
         """Tells what all caches hold as bytes."""
@@ -453,6 +465,11 @@ class PipelineFiles:
     def page_bytes(self) -> int:
         """The bytes of one page of all parts."""
         return sum(self._page_sizes)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """The bytes of one snapshot of all parts."""
+        return sum(self._snapshot_sizes)
 
     def settle(self) -> None:
         """Let the caches hold what all launched steps write; only the engine's thread may ask."""

@@ -28,7 +28,10 @@ SHARED_GROUPS = ("model", "engine")  # of settings that a worker obeys, too
 ROW_KINDS = ("logits", "normed", "hidden")
 # Methods of a stage's caches that the engine may call in a worker: those that move something, those
 # that are given bytes, and those that return bytes.
-CACHE_MOVES = ("save_state", "load_state", "copy_page", "save_page", "load_page")
+CACHE_MOVES = (
+    *("save_state", "load_state", "copy_page", "save_page", "load_page"),
+    *("drop_host_pages", "drop_snapshots"),
+)
 CACHE_WRITES = ("write_page", "write_snapshot")
 CACHE_READS = ("read_page", "read_snapshot")
 # Methods of a stage's exchanges that the engine may call in a worker.

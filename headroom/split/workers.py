@@ -787,6 +787,14 @@ class WorkerChain:
         """Tell every worker to copy a slot of host memory to a page."""
         self._change(cache_message("load_page", slot, page))
 
+    def drop_host_pages(self) -> None:
+        """Tell every worker to forget its pages in host memory, and to give this back."""
+        self._change(cache_message("drop_host_pages"))
+
+    def drop_snapshots(self) -> None:
+        """Tell every worker to forget its snapshots, and to give their memory back."""
+        self._change(cache_message("drop_snapshots"))
+
     def receive(self, received: HandedRows) -> None:
         """Not used: the chain is the only stage."""
         raise AssertionError("workers are the only stage of their pipeline")

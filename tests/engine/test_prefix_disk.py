@@ -260,17 +260,27 @@ def test_answers_go_on_when_the_disk_is_full(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    tries = []
+
     def full(*given: object) -> int:
+        tries.append(given)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    write = prefix_folder.write_prefix
     monkeypatch.setattr(prefix_folder, "write_prefix", full)
+    monkeypatch.setattr(prefix_folder, "PAUSE_S", 0.0)
     asker = Asker(checkpoint, cache_dir=str(tmp_path))
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         for number in range(3):
             asker.ask(words(number, 330))
         until(lambda: "nothing is written" in caplog.text)
         until(lambda: asker.engine.stats().cache_pages_used == 0)
         assert asker.ask(words(2, 330)).cached >= 256
+        until(lambda: len(tries) == 4)
+        monkeypatch.setattr(prefix_folder, "write_prefix", write)
+        asker.ask(words(3, 330))
+        until(lambda: "files are written to" in caplog.text)
+    assert len(files(tmp_path)) == 1
     assert caplog.text.count("No space left on device") == 1
     asker.engine.close()
 

@@ -47,3 +47,20 @@ def test_a_table_that_the_driver_does_not_pin_is_refused(
         "the control group allows 8.0 MiB. Free host memory, raise the limit of the control group, "
         "or leave room for the table on the GPU, with a shorter --context say."
     )
+
+
+def test_memory_that_is_dropped_is_not_pinned_and_can_be_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with stand_in_driver(monkeypatch) as driver:
+        one = host_memory.HostMemory(3 << 20, pin=True)
+        one.bytes.fill_(5)
+        assert one.pinned
+        for _ in range(2):
+            one.drop()
+            assert not one.pinned
+            assert not driver.pinned
+        assert not one.bytes[8192:].any()
+        one.bytes.fill_(6)
+        del one
+        gc.collect()

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from headroom.llm import LLM
+from headroom.machine.devices import HostRoom
+from headroom.units import GIB
 from tests.engine.test_prefixes import (
     PROMPT,
     SETTINGS,
@@ -46,6 +48,25 @@ def test_a_warm_answer_from_the_host_memory_of_two_processes_is_the_cold_one(
 ) -> None:
     check_conversation(asker, way, lambda: push_out(asker))
     assert asker.engine.stats().prefixes.promoted_pages > 0
+
+
+def test_workers_give_up_what_they_have_in_host_memory_when_this_runs_short(
+    asker: LlmAsker,
+) -> None:
+    def look(room: HostRoom) -> None:
+        pressure = asker.engine._prefixes.host_pressure
+        asker.engine._between_steps(lambda: pressure.look(room)).result(60)
+
+    cold = asker.ask(PROMPT, key=None)
+    asker.ask(PROMPT)
+    push_out(asker)
+    for _ in range(2):
+        look(HostRoom(GIB, 0))
+    found = asker.engine.stats().prefixes
+    assert (found.host_pages, found.snapshots) == (0, 0)
+    assert asker.ask(PROMPT).tokens == cold.tokens
+    look(HostRoom(GIB, GIB))
+    check_conversation(asker, "greedy", lambda: push_out(asker))
 
 
 LONG = words("long", 2000)

@@ -17,6 +17,7 @@ LARGE_PAGE = 2 << 20
 TOUCH_BYTES = 32 << 20  # of memory that one thread has mapped at a time
 MOST_TOUCHING = 16  # threads
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14 and later
+_DONT_NEED = 4  # MADV_DONTNEED
 _SMALL_PAGE = 4096
 
 
@@ -67,6 +68,20 @@ def _touch(memory: torch.Tensor, start: int) -> None:
         if libc.madvise(address, size, _POPULATE_WRITE) == 0 or ctypes.get_errno() != errno.EINVAL:
             return
     part.numpy()[::_SMALL_PAGE] = 0  # an older Linux, or another system
+
+
+def drop_pages(memory: torch.Tensor) -> bool:
+    """Give the pages of memory that `large_pages` has mapped back to the system.
+
+    The memory can be used again, and has zeros then. Return False if the system takes none.
+    """
+    first = -memory.data_ptr() % _SMALL_PAGE
+    size = (len(memory) - first) // _SMALL_PAGE * _SMALL_PAGE
+    libc = _libc()
+    if libc is None or size <= 0:
+        return False
+    address = ctypes.c_void_p(memory.data_ptr() + first)
+    return bool(libc.madvise(address, ctypes.c_size_t(size), _DONT_NEED) == 0)
 
 
 @cache

@@ -52,3 +52,16 @@ def test_touched_pages_are_resident_and_hold_zeros(
     memory.touch_pages(pages)
     assert resident_bytes() - before > 0.9 * size
     assert not pages.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what is resident")
+def test_dropped_pages_are_the_systems_and_hold_zeros_when_they_are_used_again() -> None:
+    size = 64 << 20
+    pages = memory.large_pages(size)
+    pages.fill_(7)
+    before = resident_bytes()
+    assert memory.drop_pages(pages[100:])
+    assert before - resident_bytes() > 0.9 * size
+    assert pages[:100].eq(7).all()
+    assert not pages[8192:].any()
+    assert not memory.drop_pages(pages[:0])
