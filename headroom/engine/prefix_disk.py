@@ -30,7 +30,7 @@ from headroom.units import parse_size
 
 LEAST_PAGES = 4  # shorter prefixes are computed sooner than they are read
 WRITTEN_SNAPSHOTS = 3  # of one prefix: the longest ones
-MOST_HELD = 2  # at most one page in so many is held for files that are being written
+MOST_HELD = 2  # while requests run, at most one page in so many is held for files
 
 
 class CacheBytes(Protocol):
@@ -89,7 +89,7 @@ class PrefixDisk:
         self._written: queue.SimpleQueue[_Written] = queue.SimpleQueue()
         self._held = 0  # pages
         self._loads: list[tuple[Running, Loading]] = []
-        self._losses = 0  # how often the caches have lost all that they held
+        self._given_up = 0  # how often all files under way were given up
         self.hits = 0
 
     @property
@@ -126,8 +126,11 @@ class PrefixDisk:
         sequence.loading = self._folder.load(stored)
         self._loads.append((sequence, sequence.loading))
 
-    def store(self, key: str, tokens: Sequence[int]) -> None:
-        """Begin to write what the caches keep of a prefix, unless a file has nearly all of it."""
+    def store(self, key: str, tokens: Sequence[int], own_pages: int) -> None:
+        """Begin to write what the caches keep of a prefix, unless a file has nearly all of it.
+
+        `own_pages`: those of the sequence that has computed it, and is about to end.
+        """
         snapshots: list[Snapshot] = []
         end = len(tokens) // self._page_size * self._page_size
         if self._cache.needs_snapshots:
@@ -143,7 +146,8 @@ class PrefixDisk:
         tail = snapshots[0].tail_spot if snapshots else None
         if tail is not None and tail.page >= 0:
             pages.append(tail.page)
-        too_many = MOST_HELD * (self._held + len(pages)) > self._pool.total
+        alone = self._pool.used <= self._held + own_pages
+        too_many = not alone and MOST_HELD * (self._held + len(pages)) > self._pool.total
         if len(pages) != self._pages(end) or too_many:
             return
         picks = self._cache.picks_of(key, tokens[:end])
@@ -154,7 +158,7 @@ class PrefixDisk:
         self._hold(held)
         if not self._folder.store(
             *(digest, tokens[:end], ends, logits, () if picks is None else picks.shape),
-            self._blocks(held, self._losses),
+            self._blocks(held, self._given_up),
             lambda: self._written.put(held),
         ):
             self._let_go(held)
@@ -179,9 +183,9 @@ class PrefixDisk:
         """Remove the files of an owner's prefixes, after those that are being written."""
         self._folder.forget(owner_digest(owner))
 
-    def clear(self) -> None:
-        """Write nothing more of what the caches have held: it is lost."""
-        self._losses += 1
+    def give_up(self) -> None:
+        """Write nothing more of what the caches hold: it is lost, or its pages are needed."""
+        self._given_up += 1
 
     def close(self) -> None:
         """Wait until everything is written, and end the folder's thread."""
@@ -191,10 +195,11 @@ class PrefixDisk:
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size)
 
-    def _blocks(self, held: _Written, losses: int) -> Iterator[memoryview]:
-        """Yield the blocks of a file; stop if the caches have lost something meanwhile.
+    def _blocks(self, held: _Written, given_up: int) -> Iterator[memoryview]:
+        """Yield the blocks of a file; stop if it is given up meanwhile.
 
-        What was read before a loss is right. What was read after it may belong to another prefix.
+        What was read before the caches lost it is right. What was read later may be of another
+        prefix.
         """
         slots = [snapshot.slot for snapshot in held.snapshots]
         reads = [partial(self._caches.read_page, page) for page in held.pages]
@@ -204,8 +209,8 @@ class PrefixDisk:
                 block = read()
             except DeviceError as error:
                 raise GoneError(error.message) from error
-            if self._losses != losses:
-                raise GoneError("The caches have lost it.")
+            if self._given_up != given_up:
+                raise GoneError("The caches have lost it, or need its pages.")
             yield block.numpy().data
         for snapshot in held.snapshots:
             if snapshot.has_logits:

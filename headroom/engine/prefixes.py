@@ -237,7 +237,8 @@ class Prefixes:
             for end in (len(sequence.request.prompt), known):
                 self._cache.keep_picks(key, sequence.tokens[:end], sequence.picks)
         if self._disk is not None:
-            self._disk.store(key, sequence.tokens[: self._keepable(sequence, known)])
+            tokens = sequence.tokens[: self._keepable(sequence, known)]
+            self._disk.store(key, tokens, len(sequence.pages))
 
     @property
     def reads_files(self) -> bool:
@@ -276,8 +277,13 @@ class Prefixes:
     def clear(self) -> None:
         """Forget all prefixes in memory; the caches of the stages are empty."""
         if self._disk is not None:
-            self._disk.clear()
+            self._disk.give_up()
         self._cache.clear()
+
+    def need_pages(self) -> None:
+        """Let go of pages that are held for files: a sequence needs them."""
+        if self._disk is not None:
+            self._disk.give_up()
 
     def _share(self, sequence: Sequence) -> None:
         assert sequence.request.cache_key is not None

@@ -159,6 +159,7 @@ class Scheduler:
         if self._pages_for(len(sequence.tokens) + 1) - len(sequence.pages) > self._pool.free:
             if self._prefixes is not None:
                 self._prefixes.leave(sequence)
+                self._prefixes.need_pages()
             return None
         self.waiting.remove(sequence)
         sequence.state_slot = self._state_slots.take(1)[0]
@@ -196,6 +197,8 @@ class Scheduler:
             if needed <= self._pool.free:
                 sequence.pages += self._pool.take(needed)
                 break
+            if self._prefixes is not None:
+                self._prefixes.need_pages()
             newest = self.running[-1]
             self._preempt(newest)
             if newest is sequence:

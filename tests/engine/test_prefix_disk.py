@@ -18,7 +18,7 @@ from headroom.errors import OptionError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.split.pipeline import PipelineFiles
-from tests.engine.test_prefixes import PROMPT, WAYS, Asker, words
+from tests.engine.test_prefixes import PROMPT, WAYS, Asker, Heard, words
 from tests.families.oracles import variant
 
 LONG = PROMPT + words("long", 200)  # 350 tokens
@@ -162,6 +162,36 @@ def test_what_the_caches_lose_while_it_is_written_makes_no_file(
     assert not files(tmp_path)
     until(lambda: asker.engine.stats().cache_pages_used == 0)
     asker.ask(LONG)  # writes go on
+    asker.engine.close()
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_a_prefix_with_most_pages_is_written_unless_a_request_needs_them(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read_page = PipelineFiles.read_page
+
+    def slow(caches: PipelineFiles, page: int) -> torch.Tensor:
+        found = read_page(caches, page)
+        reading.set()
+        assert go_on.wait(20)
+        return found
+
+    asker = Asker(checkpoint, cache_dir=str(tmp_path), parallel=1, cache_tokens=512)
+    asker.ask(LONG)  # six of eight pages
+    until(lambda: len(files(tmp_path)) == 1)
+    monkeypatch.setattr(PipelineFiles, "read_page", slow)
+    asker.ask(words("needs pages", 350))
+    assert reading.wait(20)
+    disk = asker.engine._prefixes._disk
+    assert disk is not None
+    before = disk._given_up
+    waiting = asker.submit(words("other", 350), key=None)
+    until(lambda: disk._given_up > before)
+    go_on.set()
+    assert len(Heard(waiting).tokens) == 6
     asker.engine.close()
     assert len(files(tmp_path)) == 1
 
