@@ -23,7 +23,8 @@ class Drafting:
         always: bool = False,  # check guesses even where that is slower
     ) -> None:
         self._drafter = drafter
-        self._most, self._rows = settings.draft_tokens, settings.verify_rows
+        self._most = settings.draft_tokens
+        self.rows = settings.verify_rows  # of a step with guesses: fewer while memory is short
         self.held_back = 0  # guesses that were not checked, since that would not have paid
         self._governor = None if drafter is None or always else Governor()
 
@@ -45,7 +46,7 @@ class Drafting:
         """
         if self._drafter is None or not _all_decode(turns):
             return list(turns)
-        left, drafts = self._rows - len(turns), []
+        left, drafts = max(0, self.rows - len(turns)), []
         for at, turn in enumerate(turns):
             share = left // (len(turns) - at)  # of the rows that the sequences before have left
             drafts.append(self._draft(turn, min(share, self._most)))

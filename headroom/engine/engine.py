@@ -400,6 +400,10 @@ class Engine:
             self._calm_steps = 0
             self._scheduler.most_running += 1
             log.info("pressure: %d sequences run again", self._scheduler.most_running)
+        if self._drafting.rows < self._settings.verify_rows and self._calm_steps >= CALM_STEPS:
+            self._calm_steps = 0
+            self._drafting.rows = min(2 * self._drafting.rows, self._settings.verify_rows)
+            log.info("pressure: steps check guesses in %d rows again", self._drafting.rows)
         for turn in turns:
             if len(turn.sequence.tokens) == len(turn.sequence.request.prompt):
                 self._counters.prompt_tokens += turn.rows
@@ -533,27 +537,31 @@ class Engine:
         """Let a step that lacked memory be tried again with fewer rows; False: it has the fewest.
 
         Its sequences begin again after what the prefix cache has of them. First prompts take half
-        as many rows, then the newest sequences wait for the others.
+        as many rows and steps half as many guesses, then the newest sequences wait for the others.
         """
-        rows, before = sum(turn.rows for turn in turns), self._scheduler.chunk
+        rows, before = sum(turn.all_rows for turn in turns), self._scheduler.chunk
+        guesses = sum(len(turn.draft) for turn in turns)  # only steps without prompts have some
         smaller = before > LEAST_CHUNK and rows > LEAST_CHUNK and not self._settings.exact_batch
-        if not smaller and len(turns) == 1:
+        if not guesses and not smaller and len(turns) == 1:
             return False
         if self._pipeline.lost() or self._pipeline.restarter is not None:
             return False
         self._read_all()
         self._pipeline.repair()
         self._calm_steps = 0
-        if smaller:
+        if guesses:
+            self._drafting.rows = len(turns) + guesses // 2
+        elif smaller:
             self._scheduler.chunk = max(LEAST_CHUNK, before // 2)
         else:
             self._scheduler.most_running = len(turns) - 1
         self._scheduler.step_back(turns)
         log.warning(
             "pressure: a step of %d rows of %d sequences lacked memory and is tried again; prompts "
-            "take %d rows of a step, not %d, and at most %d sequences run: %s",
+            "take %d rows of a step, not %d, at most %d sequences run, and guesses are checked in "
+            "at most %d rows: %s",
             *(rows, len(turns), self._scheduler.chunk, before, self._scheduler.most_running),
-            error,
+            *(self._drafting.rows, error),
         )
         return True
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.batch import Batch
+from headroom.llm import LLM
 from headroom.split.pipeline import Pipeline
-from tests.engine.test_prefixes import Asker, Heard, checkpoint, words
+from tests.engine.test_prefixes import Asker, Heard, LlmAsker, checkpoint, words
+from tests.scripted import ScriptedDrafter
+from tests.synth_models import write_model
 
 __all__ = ["checkpoint"]
 
@@ -23,11 +27,15 @@ class Shortage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most_rows = self.most_sequences = 10**9
+        self.most_guessed = 10**9  # rows of a step with guesses
         self.failed = 0
         step = Pipeline.step
 
         def short(pipeline: Pipeline, batch: Batch, draws: Any = ()) -> Any:
             result = step(pipeline, batch, draws)
+            if batch.guessed and len(batch.tokens) > self.most_guessed:
+                self.failed += 1
+                raise MemoryError("no room for 9 rows")
             if len(batch.tokens) > self.most_rows or len(batch.spans) > self.most_sequences:
                 self.failed += 1
                 raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB of 2.00 GiB that are free")
@@ -60,7 +68,7 @@ def test_no_request_fails_while_smaller_steps_can_run(
     assert 0 < shortage.failed < 20
     assert re.search(
         r"pressure: a step of \d+ rows of \d sequences lacked memory .* take \d+ rows of a step, "
-        r"not \d+, and at most \d sequences run: Tried to allocate 3.00 GiB",
+        r"not \d+, at most \d sequences run, .* at most \d+ rows: Tried to allocate 3.00 GiB",
         caplog.text,
     )
     asker.engine.close()
@@ -80,6 +88,37 @@ def test_steps_grow_again_when_memory_suffices(checkpoint: Checkpoint, shortage:
         asker.ask(words(number, 20), max_tokens=120)
     assert (scheduler.chunk, scheduler.most_running) == (128, 4)
     asker.engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35"])
+@pytest.mark.parametrize("most", [5, 0])
+def test_steps_check_fewer_guesses_while_memory_is_short(
+    name: str,
+    most: int,
+    shortage: Shortage,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = write_model(name, "q8_0", tmp_path, few_layers=True)
+    settings: dict[str, Any] = {"context": 512, "parallel": 2, "threads": 1, "dtype": "f32"}
+    with LLM(str(path), **settings, kv_type="f32") as llm:
+        cold = [LlmAsker(llm).ask(words(number, 90), max_tokens=200) for number in range(2)]
+    texts = [[*words(number, 90), *one.tokens] for number, one in enumerate(cold)]
+    drafter = ScriptedDrafter(texts, 0.8)
+    drafts = {"draft": "ngram", "draft_tokens": 8, "draft_always": True}
+    with LLM(str(path), drafter=drafter, **drafts, **settings, kv_type="f32") as llm:
+        asker, drafting = LlmAsker(llm), llm.engine._drafting
+        rows = drafting.rows
+        shortage.most_guessed = most
+        with caplog.at_level(logging.INFO):
+            assert asker.ask(words(0, 90), max_tokens=40).tokens == cold[0].tokens[:40]
+            assert 0 < shortage.failed <= 5
+            assert drafting.rows <= max(most, 1)
+            shortage.most_guessed = 10**9
+            while drafting.rows < rows:
+                assert asker.ask(words(1, 90), max_tokens=200).tokens == cold[1].tokens
+        assert re.search(r"guesses are checked in at most \d rows: no room for 9", caplog.text)
+        assert "steps check guesses in 2 rows again" in caplog.text or most
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
