@@ -83,6 +83,7 @@ def main() -> None:
                     }
                     for name, speed in singles.items()
                 },
+                "one_sequence_step_ms": parts_of_steps(found["2 workers"][1:]),
                 "measured_shares": shares([float(stage["busy_s"]) for stage in stages]),
                 "predicted_shares": shares([stage.decode_s for stage in plan.stages]),
             },
@@ -110,7 +111,24 @@ def measure(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens_per_s": given.prompt / prompt_s,
         "tokens": [list(answer.token_ids) for answer in answers],
         "stages": answers[-1].timings.stages,
+        "single_stages": single.timings.stages,
+        "single_step_s": single.timings.decode_s / (given.tokens - 1),
     }
+
+
+def parts_of_steps(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what a step of one sequence takes over two workers, in ms; medians of all runs.
+
+    The rest of a step is on its way between processes, or spent in the engine and its sampling.
+    """
+    whole = statistics.median(run["single_step_s"] for run in runs)
+    busy = [
+        statistics.median(run["single_stages"][at]["busy_s"] / run["single_stages"][at]["steps"]
+                          for run in runs)
+        for at in range(2)
+    ]  # fmt: skip
+    parts = {"whole": whole, "worker 1": busy[0], "worker 2": busy[1], "rest": whole - sum(busy)}
+    return {name: round(1e3 * seconds, 3) for name, seconds in parts.items()}
 
 
 def ratio(pair: dict[str, float]) -> float:

@@ -19,6 +19,7 @@ from headroom.engine.drafting import Drafting
 from headroom.engine.host_pressure import HostWatch
 from headroom.engine.masks import MaskPool
 from headroom.engine.outputs import (
+    ChosenToken,
     LaunchedStep,
     Output,
     ReadOutput,
@@ -37,6 +38,7 @@ from headroom.engine.request import (
     TokenLogprobs,
     check_request,
 )
+from headroom.engine.sampler import LogitRow
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence
 from headroom.engine.stats import Counters, EngineStats
@@ -47,7 +49,7 @@ from headroom.machine.devices import HostRoom
 from headroom.plan.settings import PlanSettings
 from headroom.spec.drafter import Drafter
 from headroom.split.pipeline import Pipeline
-from headroom.split.stage_times import times_between
+from headroom.split.stage_times import StepParts, times_between
 from headroom.split.upkeep import ExpertUpkeep, ExpertView
 
 __all__ = ["Engine", "ExpertView"]
@@ -180,7 +182,8 @@ class Engine:
         experts = self.upkeep.latest if self.upkeep is not None else None
         stages = self._pipeline.stage_times()
         return self._counters.snapshot(
-            self._scheduler, self._pool, live, memory, experts, stages, self._prefixes.counts
+            *(self._scheduler, self._pool, live, memory, experts, stages, self._prefixes.counts),
+            parts=self._step_parts(),
         )
 
     def view_experts(self) -> "Future[ExpertView] | None":
@@ -596,9 +599,25 @@ class Engine:
                 assert logits is not None
                 self._prefixes.keep_logits(output.sequence, logits)
             if live and output.draws:
-                self._add_token(output, *output.choose(token, logits, mask))
+                self._add_token(output, *self._choose(output, token, logits, mask))
         except Exception as error:
             self._end_after(error, output.sequence, ends=live)
+
+    def _choose(
+        self,
+        output: Output,
+        token: int | None,
+        logits: LogitRow | None,
+        mask: TokenMask | None,
+    ) -> ChosenToken:
+        """Return an output's token, and count the time of drawing it."""
+        started = time.perf_counter()
+        chosen = output.choose(token, logits, mask)
+        self._counters.sampling_s += time.perf_counter() - started
+        return chosen
+
+    def _step_parts(self) -> StepParts | None:
+        return self._pipeline.step_parts(self._counters.sampling_s)
 
     def _end_after(self, error: Exception, sequence: Sequence, *, ends: bool = True) -> None:
         """Log that a token could not be drawn, and end the request if it has not ended."""
@@ -648,7 +667,7 @@ class Engine:
                 output, _, logits, mask = reads[row]
                 if row and constraint is not None and constraint.may_limit(0):
                     mask = constraint.mask()
-                event = self._take_token(output, *output.choose(None, logits, mask))
+                event = self._take_token(output, *self._choose(output, None, logits, mask))
                 path.events.append(event)
                 assert event.token is not None
                 child = turn.draft.child(row, event.token)
@@ -721,6 +740,7 @@ class Engine:
         for sequence in (turn.sequence for turn in turns):
             if sequence.stages_before is None:
                 sequence.stages_before = self._pipeline.stage_times()
+                sequence.parts_before = self._step_parts()
         new = [turn.sequence for turn in turns if turn.sequence.experts_before is None]
         if self.upkeep is None or not new:
             return
@@ -743,6 +763,8 @@ class Engine:
         if sequence.stages_before:
             stages = times_between(sequence.stages_before, self._pipeline.stage_times())
             timings = replace(timings, stages=stages)
+        if sequence.parts_before is not None and (now := self._step_parts()) is not None:
+            timings = replace(timings, parts=now.since(sequence.parts_before).summary())
         return replace(event, timings=timings)
 
     def _call_reader(self, sequence: Sequence, event: TokenEvent) -> None:

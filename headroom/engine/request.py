@@ -248,6 +248,9 @@ class Timings:
     # What the steps of each stage took while the request ran; with the last event, if there are
     # several stages.
     stages: Sequence[Mapping[str, object]] | None = None
+    # Seconds of the steps while the request ran, by part: "embedding", "layers", "logits" and
+    # "sampling"; with the last event, if CPUs run all layers.
+    parts: Mapping[str, float] | None = None
     guessed: int = 0  # tokens that a drafter guessed
     accepted: int = 0  # guesses that were right
     held_back: int = 0  # further guesses, which were not checked since that would not have paid

@@ -18,7 +18,7 @@ from headroom.engine.request import (
 )
 from headroom.spec.drafter import Guesser
 from headroom.spec.governor import Acceptance
-from headroom.split.stage_times import NamedTimes
+from headroom.split.stage_times import NamedTimes, StepParts
 from headroom.split.upkeep import ExpertTelemetry
 
 
@@ -74,6 +74,7 @@ class Sequence:
     earlier_picks: torch.Tensor | None = None  # of its conversation up to its known prefix
     picks: torch.Tensor | None = None  # of its conversation, float32 [layers, experts], at its end
     stages_before: NamedTimes | None = None  # times of the stages before its first step
+    parts_before: StepParts | None = None  # parts of all steps before its first step
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs | None]:

@@ -9,7 +9,7 @@ from headroom.engine.pages import PagePool
 from headroom.engine.prefixes import PrefixCounts
 from headroom.engine.scheduler import Scheduler
 from headroom.split.pipeline import DeviceMemory
-from headroom.split.stage_times import StageTimes
+from headroom.split.stage_times import StageTimes, StepParts
 from headroom.split.upkeep import ExpertTelemetry
 
 # DeviceMemory and ExpertTelemetry are also exported here, for users of EngineStats.
@@ -36,6 +36,7 @@ class EngineStats:
     memory: Sequence[DeviceMemory]  # of this engine, one for each device
     experts: ExpertTelemetry | None = None  # as of the last request's end; None: not counted
     stages: Sequence[tuple[str, StageTimes]] = ()  # by device; empty if there is one stage
+    parts: StepParts | None = None  # of all steps; None if a GPU runs layers
     prefixes: PrefixCounts = NO_PREFIXES
     guessed_tokens: int = 0  # by a drafter
     accepted_tokens: int = 0  # guesses that were right
@@ -54,6 +55,7 @@ class Counters:
     held_back_tokens: int = 0
     steps: int = 0
     step_s: float = 0.0
+    sampling_s: float = 0.0  # drawing tokens on the host; part of `step_s`
     started_at: float = field(default_factory=time.time)
 
     @property
@@ -70,6 +72,7 @@ class Counters:
         experts: ExpertTelemetry | None = None,
         stages: Sequence[tuple[str, StageTimes]] = (),
         prefixes: PrefixCounts = NO_PREFIXES,
+        parts: StepParts | None = None,
     ) -> EngineStats:
         """Return the counters as they are now; `live` is the number of requests not ended."""
         running = len(scheduler.running)
@@ -91,5 +94,6 @@ class Counters:
             memory=memory,
             experts=experts,
             stages=stages,
+            parts=parts,
             prefixes=prefixes,
         )

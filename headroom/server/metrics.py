@@ -115,6 +115,13 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         finished.add_metric([*values, reason], count)
     yield finished
     yield from stage_metrics(stats, label)
+    if stats.parts is not None:
+        parts = CounterMetricFamily(
+            "headroom_step_part_seconds", "Seconds of steps, by part", labels=[*names, "part"]
+        )
+        for part, seconds in stats.parts.summary().items():
+            parts.add_metric([*values, part], seconds)
+        yield parts
     if stats.experts is not None:
         yield from expert_metrics(stats.experts, label)
 

@@ -210,6 +210,8 @@ def usage_and_timings(
         timings["experts"] = longest.experts
     if longest.stages is not None:
         timings["stages"] = longest.stages
+    if longest.parts is not None:
+        timings["parts_ms"] = {part: round(1000 * s, 3) for part, s in longest.parts.items()}
     return {"usage": usage, "timings": timings}
 
 

@@ -1,5 +1,6 @@
 """Model: the layers of one stage, with the embedding if it is the first, the head if the last."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,7 @@ class Model:
         self._head = head
         self._workspace = workspace
         self._next_layer = next_layer
+        self.embed_s = 0.0  # seconds of the last step's embedding; on a GPU: of its launch
         self._per_layer_inputs = per_layer_inputs
         self.routing = routing  # how often each expert was picked; None: no experts in this stage
         self.tap = tap  # records or replaces the picks of the stage's routers; usually None
@@ -127,11 +129,13 @@ class Model:
         stream, received = self._workspace.stream[: len(batch.tokens)], self._workspace.received
         if self._embedding is None:
             return stream if received is None else stream.copy_(received[: len(stream)])
+        started = time.perf_counter()
         x = self._embedding(batch.tokens, stream)
         if isinstance(self._per_layer_inputs, PerLayerInputs):
             # A copy, because the first layer may change the stream in place.
             embedded = self._workspace.embedded[: len(x)].copy_(x)
             self._per_layer_inputs.prepare(batch.tokens, embedded)
+        self.embed_s = time.perf_counter() - started
         return x
 
     def handed(self, x: torch.Tensor, rows: int) -> HandedRows:

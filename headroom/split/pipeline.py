@@ -22,7 +22,7 @@ from headroom.layers.step_timing import part_of_step
 from headroom.layers.workspace import copy_rows
 from headroom.split.model import HandedRows
 from headroom.split.stage import Stage, StepResult
-from headroom.split.stage_times import NamedTimes
+from headroom.split.stage_times import NamedTimes, StepParts
 
 NO_MEMORY: "Mapping[str, StageMemory]" = MappingProxyType({})
 
@@ -203,8 +203,15 @@ class Pipeline:
 
     def stage_times(self) -> NamedTimes:
         """Return what the steps of each stage took, if there are several; later steps add to it."""
-        if not self.has_stages:
-            return []
+        return self._all_times() if self.has_stages else []
+
+    def step_parts(self, sampling_s: float) -> StepParts | None:
+        """Return the parts of all steps, with the time of drawing; None if a GPU runs layers."""
+        times = self._all_times()
+        on_cpu = all(device.startswith("cpu") for device, _ in times)
+        return StepParts.of(times, sampling_s) if on_cpu and times else None
+
+    def _all_times(self) -> NamedTimes:
         return [
             (device, replace(times)) for stage in self._stages for device, times in stage.times()
         ]

@@ -261,6 +261,7 @@ class CpuStage:
             waited_s=self._waited_s,
             handover_bytes=handover_bytes,
             handover_s=self._handover_s,
+            embed_s=self._model.embed_s,
         )
         self._waited_s = self._handover_s = 0.0
 
@@ -274,11 +275,14 @@ class CpuStage:
         started = self._take(received)
         hidden = self._model.forward(batch)
         self._end(batch, started)
-        return CpuResult(hidden, self._model.logits, self._model.normed)
+        return CpuResult(hidden, self.logits, self._model.normed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of rows of the residual stream."""
-        return self._model.logits(hidden)
+        started = time.perf_counter()
+        logits = self._model.logits(hidden)
+        self._times.add_head(time.perf_counter() - started)
+        return logits
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return rows of the residual stream after the final norm."""

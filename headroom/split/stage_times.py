@@ -18,6 +18,9 @@ class StageTimes:
     waited_s: float = 0.0  # for the rows of the stage before; a GPU's copy of them is part of it
     handover_bytes: int = 0  # rows for the stage after
     handover_s: float = 0.0  # copying rows on a CPU, and a worker's waiting for room to send them
+    # Parts of `busy_s`; 0 on a GPU, whose captured steps are not divided.
+    embed_s: float = 0.0  # looking tokens up
+    head_s: float = 0.0  # final norm and logits
 
     def add(
         self,
@@ -26,13 +29,22 @@ class StageTimes:
         waited_s: float = 0.0,
         handover_bytes: int = 0,
         handover_s: float = 0.0,
+        embed_s: float = 0.0,
+        head_s: float = 0.0,
     ) -> None:
         """Add what one step took."""
         self.steps += 1
         self.busy_s += busy_s
+        self.embed_s += embed_s
+        self.head_s += head_s
         self.waited_s += waited_s
         self.handover_bytes += handover_bytes
         self.handover_s += handover_s
+
+    def add_head(self, seconds: float) -> None:
+        """Add what the logits of a step took, after its layers."""
+        self.busy_s += seconds
+        self.head_s += seconds
 
     def since(self, before: "StageTimes") -> "StageTimes":
         """Return what the steps took that were added after `before` was taken."""
@@ -42,6 +54,8 @@ class StageTimes:
             waited_s=self.waited_s - before.waited_s,
             handover_bytes=self.handover_bytes - before.handover_bytes,
             handover_s=self.handover_s - before.handover_s,
+            embed_s=self.embed_s - before.embed_s,
+            head_s=self.head_s - before.head_s,
         )
 
     def add_told(self, told: Mapping[str, Any]) -> None:
@@ -51,6 +65,8 @@ class StageTimes:
             waited_s=float(told["waited_s"]),
             handover_bytes=int(told["handover_bytes"]),
             handover_s=float(told["handover_s"]),
+            embed_s=float(told["embed_s"]),
+            head_s=float(told["head_s"]),
         )
 
 
@@ -68,6 +84,47 @@ def times_between(before: NamedTimes, after: NamedTimes) -> list[dict[str, Any]]
         restarted = new.steps < old.steps
         found.append({"device": device, **asdict(new if restarted else new.since(old))})
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of all steps on CPUs, by what they were spent on."""
+
+    embedding_s: float = 0.0
+    layers_s: float = 0.0
+    logits_s: float = 0.0  # the final norm and the head
+    sampling_s: float = 0.0  # drawing tokens from logits
+
+    @classmethod
+    def of(cls, stages: NamedTimes, sampling_s: float) -> "StepParts":
+        """Return the parts of what all stages took, and of what drawing took."""
+        embed_s = sum(times.embed_s for _, times in stages)
+        head_s = sum(times.head_s for _, times in stages)
+        busy_s = sum(times.busy_s for _, times in stages)
+        return cls(embed_s, busy_s - embed_s - head_s, head_s, sampling_s)
+
+    def since(self, before: "StepParts") -> "StepParts":
+        """Return the parts of the steps that ran after `before` was taken.
+
+        Workers that were started again in between have counted from 0, so all of theirs is new.
+        """
+        if self.layers_s < before.layers_s:
+            return replace(self, sampling_s=self.sampling_s - before.sampling_s)
+        return StepParts(
+            self.embedding_s - before.embedding_s,
+            self.layers_s - before.layers_s,
+            self.logits_s - before.logits_s,
+            self.sampling_s - before.sampling_s,
+        )
+
+    def summary(self) -> dict[str, float]:
+        """Return the seconds of each part, by its name."""
+        return {
+            "embedding": self.embedding_s,
+            "layers": self.layers_s,
+            "logits": self.logits_s,
+            "sampling": self.sampling_s,
+        }
 
 
 class _TimedStep(NamedTuple):

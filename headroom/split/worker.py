@@ -35,6 +35,7 @@ from headroom.split.memory_check import limit_memory
 from headroom.split.neighbours import NeighbourLostError, Neighbours
 from headroom.split.plan_digest import plan_digest
 from headroom.split.stage import StepResult
+from headroom.split.stage_times import StageTimes
 from headroom.split.wire import (
     Connection,
     Header,
@@ -294,7 +295,7 @@ class _Steps:
     def _step(self, header: Header, message: Message) -> None:
         batch = read_batch(header, message.tensors)
         rows, started = len(batch.tokens), time.perf_counter()
-        handover_bytes, handover_s = 0, 0.0
+        handover_bytes, handover_s, before = 0, 0.0, self._own_times()
         received = self._neighbours.receive(rows)
         got = time.perf_counter()
         told: Header = {"type": "result", "step": header["step"]}
@@ -313,11 +314,18 @@ class _Steps:
         told["waited_s"] = got - started
         told["busy_s"] = done - got - handover_s
         told["handover_bytes"], told["handover_s"] = handover_bytes, handover_s
+        own = self._own_times().since(before)
+        told["embed_s"], told["head_s"] = own.embed_s, own.head_s
         if self._features is not None:
             answer.append(self._features.first_rows(rows).cpu())
         told["features"] = self._features is not None
         self._connection.send(told, answer)
         self._experts.follow()
+
+    def _own_times(self) -> StageTimes:
+        """Return what all steps took so far, as the stage measured it."""
+        ((_, times),) = self._stage.times()
+        return replace(times)
 
     def _keep(self, step: int, result: StepResult) -> None:
         self._kept[step] = result.hidden.clone()

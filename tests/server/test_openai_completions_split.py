@@ -1,5 +1,6 @@
 """A model whose layers are shared by stages answers over HTTP as an unsplit one does."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ BODY: dict[str, Any] = {
 }
 
 
+PARTS = {"embedding", "layers", "logits", "sampling"}
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Layers of this model read the caches of earlier ones, and take inputs of their own.
@@ -40,7 +44,12 @@ def ask(path: Path, **devices: Any) -> dict[str, Any]:
         metrics = client.get("/metrics").text
     assert answer.status_code == 200, answer.text
     assert ("headroom_stage_busy_seconds_total" in metrics) == bool(devices)
+    for part in PARTS:
+        (line,) = re.findall(rf"headroom_step_part_seconds_total.*part=\"{part}\".* (\S+)", metrics)
+        assert float(line) > 0
     found: dict[str, Any] = answer.json()
+    assert set(found["timings"]["parts_ms"]) == PARTS
+    assert all(found["timings"]["parts_ms"].values())
     return found
 
 
@@ -52,6 +61,9 @@ def test_sampled_answers_over_http_are_those_of_one_stage(
     assert split["choices"] == whole["choices"]
     assert len(split["choices"]) == 4
     assert "stages" not in whole["timings"]
+    times = whole["timings"]
+    assert sum(times["parts_ms"].values()) < 1 + times["prefill_ms"] + times["decode_ms"]
+    assert max(times["parts_ms"], key=times["parts_ms"].get) == "layers"
     stages = split["timings"]["stages"]
     assert len({stage["device"] for stage in stages}) == 2
     assert stages[0]["handover_bytes"] > 0

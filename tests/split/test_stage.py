@@ -48,6 +48,7 @@ class PlayedModel:
     """A model whose work takes the time that a clock is advanced by."""
 
     tap = None
+    embed_s = 0.125  # of a step
 
     def __init__(self, advance: Callable[[float], None]) -> None:
         self._advance = advance
@@ -58,6 +59,16 @@ class PlayedModel:
     def run(self, batch: Batch) -> torch.Tensor:
         self._advance(1.0)
         return TABLE
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return self.run(batch)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self._advance(2.0)
+        return hidden
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
     def handed(self, x: torch.Tensor, rows: int) -> HandedRows:
         return HandedRows(x[:rows])
@@ -81,11 +92,14 @@ def test_waiting_for_a_gpu_is_told_apart_from_copying_its_rows_and_from_computin
     elsewhere, here = HandedRows(torch.zeros(2, 3, device="meta")), HandedRows(torch.zeros(2, 3))
     handed = 2 * 3 * 4
     stage.run(batch, elsewhere)
-    assert stage.times() == [("cpu", StageTimes(1, 1.0, 4.0, handed, 0.25))]
+    assert stage.times() == [("cpu", StageTimes(1, 1.0, 4.0, handed, 0.25, 0.125))]
     stage.receive(elsewhere)  # as the pipeline does before it launches the next step
     advance(8.0)
     stage.run(batch)
-    assert stage.times() == [("cpu", StageTimes(2, 2.0, 8.0, 2 * handed, 0.5))]
+    assert stage.times() == [("cpu", StageTimes(2, 2.0, 8.0, 2 * handed, 0.5, 0.25))]
     stage.run(batch, here)  # of another CPU
     stage.run(batch)
-    assert stage.times() == [("cpu", StageTimes(4, 4.0, 8.0, 4 * handed, 0.75))]
+    assert stage.times() == [("cpu", StageTimes(4, 4.0, 8.0, 4 * handed, 0.75, 0.5))]
+    stage.step(batch).logits([0])
+    ((_, times),) = stage.times()
+    assert (times.steps, times.busy_s, times.head_s) == (5, 4.0 + 1.0 + 2.0, 2.0)

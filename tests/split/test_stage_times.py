@@ -3,21 +3,37 @@
 import pytest
 import torch
 
-from headroom.split.stage_times import GpuClock, StageTimes, times_between
+from headroom.split.stage_times import GpuClock, StageTimes, StepParts, times_between
 
 
 def test_times_of_steps_add_up() -> None:
     times = StageTimes()
     told = {"busy_s": 0.25, "waited_s": 0.5, "handover_bytes": 100, "handover_s": 0.125}
-    times.add_told({**told, "type": "result", "step": 3})
-    times.add(busy_s=0.5, handover_bytes=7)
-    assert times == StageTimes(2, 0.75, 0.5, 107, 0.125)
+    times.add_told({**told, "embed_s": 0.0625, "head_s": 0.03125, "type": "result", "step": 3})
+    times.add(busy_s=0.5, handover_bytes=7, embed_s=0.25)
+    times.add_head(1.0)
+    assert times == StageTimes(2, 1.75, 0.5, 107, 0.125, 0.3125, 1.03125)
+
+
+def test_the_parts_of_steps_are_those_of_all_stages_and_of_drawing() -> None:
+    stages = [
+        ("cpu#1", StageTimes(3, busy_s=4.0, waited_s=9.0, embed_s=0.5)),
+        ("cpu#2", StageTimes(3, busy_s=3.0, head_s=1.0)),
+    ]
+    before = StepParts(0.25, 1.0, 0.5, 0.125)
+    parts = StepParts.of(stages, sampling_s=2.0)
+    assert parts == StepParts(embedding_s=0.5, layers_s=5.5, logits_s=1.0, sampling_s=2.0)
+    assert parts.since(before) == StepParts(0.25, 4.5, 0.5, 1.875)
+    assert sum(parts.summary().values()) == 4.0 + 3.0 + 2.0
+    # Workers that were started again have counted from 0, and the engine that draws has not.
+    assert parts.since(StepParts(9.0, 9.0, 9.0, 1.5)) == StepParts(0.5, 5.5, 1.0, 0.5)
 
 
 def test_an_answer_is_told_what_the_stages_took_while_it_ran() -> None:
     before = [("cpu", StageTimes(2, 1.0, 0.5, 100, 0.25)), ("cpu:1", StageTimes())]
     after = [("cpu", StageTimes(5, 1.5, 0.75, 160, 0.5)), ("cpu:1", StageTimes(3, 2.0))]
-    zero = {"waited_s": 0.0, "handover_bytes": 0, "handover_s": 0.0}
+    parts = {"embed_s": 0.0, "head_s": 0.0}
+    zero = {"waited_s": 0.0, "handover_bytes": 0, "handover_s": 0.0, **parts}
     assert times_between(before, after) == [
         {
             "device": "cpu",
@@ -26,6 +42,7 @@ def test_an_answer_is_told_what_the_stages_took_while_it_ran() -> None:
             "waited_s": 0.25,
             "handover_bytes": 60,
             "handover_s": 0.25,
+            **parts,
         },
         {"device": "cpu:1", "steps": 3, "busy_s": 2.0, **zero},
     ]
