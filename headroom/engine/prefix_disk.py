@@ -167,12 +167,11 @@ class PrefixDisk:
         """Fill pages with what was read, and let go of what was written."""
         while not self._written.empty():
             self._let_go(self._written.get())
-        # The folder's thread may end another load meanwhile: that one is left for the next time.
-        ended = [(sequence, loading) for sequence, loading in self._loads if loading.done]
-        for sequence, loading in ended:
-            loading.collected = True
-            if loading.pages:
-                self._take(sequence, loading)
+        for sequence, loading in self._loads:
+            if loading.done:  # it may become so at any moment
+                loading.collected = True
+                if loading.pages:
+                    self._take(sequence, loading)
         self._loads = [(sequence, load) for sequence, load in self._loads if not load.collected]
 
     def entries(self, owner: str) -> list[StoredEntry]:
@@ -264,6 +263,8 @@ class PrefixDisk:
 
 
 def _tensor(block: bytes) -> torch.Tensor:
+    if not block:  # layers with windows or states alone have nothing in pages
+        return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(block), dtype=torch.uint8)
 
 

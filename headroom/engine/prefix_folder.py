@@ -74,11 +74,11 @@ class StoredEntry:
 
 @dataclass(slots=True, eq=False)
 class Loading:
-    """A prefix that is being read; its blocks are there when the folder's thread sets `done`."""
+    """A prefix that is being read; the blocks are there when the folder's thread sets `done`."""
 
     stored: StoredPrefix
     done: bool = False
-    collected: bool = False  # whether the engine has put the blocks into its caches
+    collected: bool = False  # the engine's thread has taken what was read
     pages: Sequence[bytes] = ()  # none if the file could not be read
     snapshot: bytes | None = None
     logits: bytes | None = None

@@ -299,8 +299,9 @@ def stage_lines(
         lines.append(features_line(model, layer_range, settings, request.features))
     if device.holds_all and settings.snapshots:
         lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
-    if device.holds_all and settings.host_pages:
-        lines.append(host_pages_line(host_page_bytes(layers, settings), settings))
+    page = host_page_bytes(layers, settings)
+    if device.holds_all and page and settings.host_pages:
+        lines.append(host_pages_line(page, settings))
     if settings.verify_rows:
         values = sum(layer.verify_values for layer in layers)
         why = f"{counted(settings.verify_rows, 'row')} x {values} values of recurrent layers, f32"

@@ -216,9 +216,11 @@ class PlanProblem:
     def _host_pages(self, stages: Sequence[PlanStage]) -> int:
         """Return how many pages host memory holds beside the snapshots; each stage has its part."""
         each = max(host_page_bytes(stage.model.layers, stage.settings) for stage in stages)
+        if not each:  # all layers have windows or states, and pages hold nothing
+            return self._snapshots(stages) * stages[0].settings.sequence_pages
         room = self.request.host_page_bytes
         room -= self._snapshots(stages) * self._snapshot_bytes(stages)
-        return max(0, room // each) if each else 0
+        return max(0, room // each)
 
     def _snapshot_bytes(self, stages: Sequence[PlanStage]) -> int:
         """Return the bytes of a snapshot with its logits; 0 if pages alone are enough."""

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from headroom.engine import prefix_folder
-from headroom.engine.prefix_file import SUFFIX
-from headroom.engine.prefix_folder import Loading
+from headroom.engine.prefix_disk import PrefixDisk
+from headroom.engine.prefix_file import SUFFIX, read_blocks
 from headroom.errors import OptionError
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ def ask_and_end(checkpoint: Checkpoint, folder: Path, prompt: list[int], **setti
 
 @pytest.mark.parametrize(
     "checkpoint",
-    ["llama", "qwen35", "qwen35moe", "laguna", "gemma4-31b", "gemma4-e4b"],
+    ["llama", "mistral", "qwen35", "qwen35moe", "laguna", "gemma4-31b", "gemma4-e4b"],
     indirect=True,
 )
 @pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
@@ -71,33 +71,6 @@ def test_a_warm_answer_after_a_restart_is_the_cold_one(
             assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
             assert least <= warm.cached <= len(prompt)
             asker.engine.close()
-
-
-@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-def test_a_file_that_is_read_while_another_is_collected_is_collected_next(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asker = Asker(checkpoint, cache_dir=str(tmp_path))
-    asker.engine.close()  # from here on this test alone collects
-    disk = asker.engine._prefixes._disk
-    assert disk is not None
-    sequence: Any = object()
-    late, early = (Loading(stored=None, pages=[b"page"]) for _ in range(2))  # type: ignore[arg-type]
-    early.done = True
-    taken: list[Loading] = []
-
-    def take(_: Any, loading: Loading) -> None:
-        taken.append(loading)
-        late.done = True  # as the thread of the folder would set it
-
-    monkeypatch.setattr(disk, "_take", take)
-    disk._loads = [(sequence, late), (sequence, early)]
-    disk.collect()
-    assert (taken, early.collected, late.collected) == ([early], True, False)
-    assert disk.loading
-    disk.collect()
-    assert (taken, late.collected) == ([early, late], True)
-    assert not disk.loading
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen35", "gemma4-31b"], indirect=True)
@@ -133,6 +106,32 @@ def test_prompt_logprobs_are_those_of_every_row_whatever_the_files_have(
     found = scored(cache_dir=str(tmp_path))
     assert len(found) == len(LONG) - 1
     assert found == pytest.approx(scored(no_prefix_cache=True), abs=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_file_that_is_read_between_two_looks_is_used(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask_and_end(checkpoint, tmp_path, LONG)
+    collect, read, found = PrefixDisk.collect, threading.Event(), []
+
+    def look_then_wait(disk: PrefixDisk) -> None:
+        collect(disk)
+        if disk.loading and not found:  # until the thread has read the file
+            read.set()
+            until(lambda: disk.has_news)
+            found.append(True)
+
+    def late(*given: Any) -> list[bytes]:
+        assert read.wait(20)
+        return read_blocks(*given)
+
+    monkeypatch.setattr(PrefixDisk, "collect", look_then_wait)
+    monkeypatch.setattr(prefix_folder, "read_blocks", late)
+    asker = Asker(checkpoint, cache_dir=str(tmp_path))
+    assert asker.ask(LONG).cached == 320
+    assert found
+    asker.engine.close()
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)

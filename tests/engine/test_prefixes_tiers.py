@@ -12,7 +12,7 @@ from tests.engine.test_prefixes import SETTINGS, WAYS, Heard, LlmAsker, push_out
 from tests.families.oracles import variant
 
 MODELS = (
-    *("llama", "mixtral", "mistral", "ministral3", "smollm3", "qwen3-tied", "qwen3moe", "qwen35"),
+    *("llama", "mixtral", "mistral", "ministral", "smollm3", "qwen3-tied", "qwen3moe", "qwen35"),
     *("qwen35moe", "laguna", "gemma3", "gemma4-31b", "gemma4-26b", "gemma4-e4b"),
 )
 PLACES: dict[str, dict[str, Any]] = {
