@@ -350,7 +350,7 @@ class Engine:
         if launched is None:
             if self._unread:
                 self._read_step(self._unread.popleft())
-            elif self._prefixes.reads_files:
+            elif self._prefixes.uses_files:  # a request waits for one, or for its pages
                 with self._changed:
                     self._changed.wait(FILE_WAIT_S)
             return

@@ -60,13 +60,14 @@ class PrefixFiles:
     caches: CacheBytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Written:
-    """What is held while the thread of the folder writes it."""
+    """What is held until the thread of the folder has read it, to write it."""
 
     pages: list[int]
     snapshots: list[Snapshot]
     picks: torch.Tensor | None  # of experts
+    let_go: bool = False
 
 
 class PrefixDisk:
@@ -103,9 +104,9 @@ class PrefixDisk:
         return self._folder.stored_bytes
 
     @property
-    def loading(self) -> bool:
-        """Whether files are being read for requests that wait."""
-        return bool(self._loads)
+    def busy(self) -> bool:
+        """Whether files are being read for requests, or written from pages that are held."""
+        return bool(self._loads) or self._held > 0
 
     @property
     def has_news(self) -> bool:
@@ -216,6 +217,7 @@ class PrefixDisk:
                 yield self._logits[snapshot.slot].view(torch.uint8).numpy().data
         if held.picks is not None:
             yield held.picks.view(torch.uint8).flatten().numpy().data
+        self._written.put(held)  # before the disk has all of it, which may take long
 
     def _hold(self, held: _Written) -> None:
         self._pool.share(held.pages)
@@ -224,6 +226,9 @@ class PrefixDisk:
             snapshot.holds += 1
 
     def _let_go(self, held: _Written) -> None:
+        if held.let_go:
+            return
+        held.let_go = True
         self._pool.give_back(held.pages)
         self._held -= len(held.pages)
         for snapshot in held.snapshots:

@@ -241,9 +241,9 @@ class Prefixes:
             self._disk.store(key, tokens, len(sequence.pages))
 
     @property
-    def reads_files(self) -> bool:
-        """Whether files are being read for requests that wait."""
-        return self._disk is not None and self._disk.loading
+    def uses_files(self) -> bool:
+        """Whether files are being read for requests, or written from pages that are held."""
+        return self._disk is not None and self._disk.busy
 
     @property
     def has_news(self) -> bool:

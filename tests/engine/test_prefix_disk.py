@@ -117,7 +117,7 @@ def test_a_file_that_is_read_between_two_looks_is_used(
 
     def look_then_wait(disk: PrefixDisk) -> None:
         collect(disk)
-        if disk.loading and not found:  # until the thread has read the file
+        if disk._loads and not found:  # until the thread has read the file
             read.set()
             until(lambda: disk.has_news)
             found.append(True)
@@ -193,6 +193,21 @@ def test_a_prefix_with_most_pages_is_written_unless_a_request_needs_them(
     assert len(Heard(waiting).tokens) == 6
     asker.engine.close()
     assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
+def test_types_are_kept_as_they_are_in_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    ask_and_end(checkpoint, tmp_path, LONG, kv_type="q8_0")
+    asker = Asker(checkpoint, cache_dir=str(tmp_path), kv_type="q8_0")
+    warm = asker.ask(LONG)
+    assert warm.cached >= 256
+    assert warm.tokens == asker.ask(LONG, key=None).tokens
+    page = asker.engine.list_prefixes().result(20).page_bytes
+    assert files(tmp_path)[0].stat().st_size > 5 * page
+    plain = Asker(checkpoint)
+    assert page < plain.engine.list_prefixes().result(20).page_bytes / 3
+    for one in (asker, plain):
+        one.engine.close()
 
 
 @pytest.mark.parametrize("checkpoint", ["llama", "qwen35"], indirect=True)
