@@ -47,6 +47,16 @@ HANDOVER_KERNELS_S = 4e-6
 # makes; so less is counted, an estimate.
 HOT_KERNELS_S = 12e-6
 
+# Worker processes: what one step of one row spends outside of their layers. Two workers of one
+# machine (2 cores of an AMD EPYC, SmolLM2-135M in Q4_1, one thread each, 199 steps; 2026-11-20).
+# Two thirds of the machine were busy otherwise, so these are lower quartiles.
+# From the engine's message to the first worker's layers (0.60 ms), and from the last one's logits
+# to the engine that has them (0.16 and 0.24 ms):
+WORKER_STEP_S = 1.0e-3
+# Rows from one worker to the next over gloo: to send them (0.11 ms), and to wake the receiver (0.04
+# ms; the median is 0.19 ms):
+WORKER_HANDOVER_S = 0.15e-3
+
 # Prefill steps. Measured by tests/gpu/cold_phases.py with the experts of one layer of
 # Qwen3.5-35B-A3B and 32 to 512 rows (H200 with 16 cores, 2026-11-16).
 # Rows to the CPU and its answers back:
@@ -196,6 +206,11 @@ def layer_read_seconds(
         + conversion_seconds(held, values, device, settings)
         + conversion_seconds(int(experts), picks * layer.expert_values, device, settings)
     )
+
+
+def worker_step_seconds(workers: int) -> float:
+    """Return what a step spends on its way from the engine through worker processes and back."""
+    return WORKER_STEP_S + (workers - 1) * WORKER_HANDOVER_S if workers else 0.0
 
 
 def token_operations(layers: Sequence[LayerShape]) -> float:

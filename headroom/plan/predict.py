@@ -25,6 +25,7 @@ from headroom.plan.cost_model import (
     prefill_speeds,
     row_move_bytes,
     token_operations,
+    worker_step_seconds,
 )
 from headroom.plan.experts import STREAM_BUFFERS, buffer_bytes
 from headroom.plan.layout import DevicePlan, Layout, Pinning
@@ -106,13 +107,17 @@ def predict(
         prefill_s = _prefill_seconds(work, device, prefill_speeds(speeds, settings.cold))
         cost = _step_cost(work, device, in_decode)
         parts.append(StagePrediction(plan.name, sum(own.values()), prefill_s, cost))
+    prefill_s = sum(part.prefill_s for part in parts)
+    if workers := sum(stage.settings.worker for stage in stages):
+        decode["messages between processes"] = worker_step_seconds(workers)
+        prefill_s += worker_step_seconds(workers)
     used = {plan.name for plan in layout.devices}
     if host is not None and any(line.name == "cold_experts" for line in layout.host.lines):
         used.add(host.name)
     measured = all(device.measured for device in devices if device.name in used)
     return Prediction(
         decode_tokens_per_s=1 / sum(decode.values()),
-        prefill_tokens_per_s=stages[0].settings.chunk / sum(part.prefill_s for part in parts),
+        prefill_tokens_per_s=stages[0].settings.chunk / prefill_s,
         bound_by=max(decode, key=lambda name: decode[name]),
         estimate=not measured,
         stages=tuple(parts),

@@ -25,6 +25,8 @@ from headroom.errors import DeviceError
 MOST_HEADER_BYTES = 16 << 20
 MOST_UNPROVEN_BYTES = 4096  # of a message from a peer that has not proved itself yet
 MOST_TENSOR_BYTES = 4 << 30  # of all tensors of a message
+# Shorter messages are sent at once: each further call of the system would take longer than a copy.
+JOINED_BYTES = 64 << 10
 BEAT_S = 1.0  # seconds between heartbeats
 SECRET_BYTES = 32
 
@@ -93,12 +95,13 @@ class Connection:
         parts = [tensor.detach().contiguous() for tensor in tensors]
         listed = [[str(part.dtype).removeprefix("torch."), list(part.shape)] for part in parts]
         text = json.dumps(header | ({"tensors": listed} if parts else {})).encode()
+        pieces = [_LENGTH.pack(len(text)), text, *(_bytes_of(x) for x in parts if x.numel())]
+        if sum(map(len, pieces)) <= JOINED_BYTES:
+            pieces = [b"".join(pieces)]
         try:
             with self._sending:
-                self._end.sendall(_LENGTH.pack(len(text)) + text)
-                for part in parts:
-                    if part.numel():
-                        self._end.sendall(_bytes_of(part))
+                for piece in pieces:
+                    self._end.sendall(piece)
         except OSError as error:
             raise WireError(f"The connection has ended: {error}.") from error
 

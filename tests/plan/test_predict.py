@@ -11,6 +11,8 @@ from headroom.formats.quants import BY_NAME
 from headroom.machine.devices import DeviceSpec
 from headroom.options import Options
 from headroom.plan.cost_model import (
+    WORKER_HANDOVER_S,
+    WORKER_STEP_S,
     ColdLayer,
     DecodeChoice,
     ExpertSize,
@@ -226,6 +228,22 @@ def test_rows_of_a_step_read_each_expert_once() -> None:
     assert replace(cost, products_s=0.0).seconds(100) == pytest.approx(
         cost.weights_s + 100 * cost.row_s + cost.experts_s
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_step_of_worker_processes_takes_time_between_them(count: int) -> None:
+    one = replace(cpu(64), cores=4, worker=True)
+    workers = [replace(one, name=f"cpu#{number}") for number in range(1, count + 1)]
+    found = make_plan([smollm2()], workers, Options()).predicted
+    layers_s = sum(stage.decode_s for stage in found.stages)
+    between_s = 1 / found.decode_tokens_per_s - layers_s
+    assert between_s == pytest.approx(WORKER_STEP_S + (count - 1) * WORKER_HANDOVER_S)
+    split = make_plan([smollm2()], [replace(x, worker=False) for x in workers], Options()).predicted
+    assert 1 / split.decode_tokens_per_s == pytest.approx(
+        sum(stage.decode_s for stage in split.stages)
+    )
+    chunk_s = make_plan([smollm2()], workers, Options()).settings.chunk / found.prefill_tokens_per_s
+    assert chunk_s == pytest.approx(between_s + sum(x.prefill_s for x in found.stages))
 
 
 def predicted(*costs: tuple[float, float]) -> Prediction:
