@@ -27,7 +27,7 @@ from headroom.engine.request import (
     with_defaults,
 )
 from headroom.errors import HeadroomError, ModelError, OptionError, RequestError
-from headroom.experts.taps import RouterTap
+from headroom.experts.traces.taps import RouterTap
 from headroom.families.files import find_weights, open_checkpoint
 from headroom.formats.aliases import with_aliases
 from headroom.formats.checkpoint import Checkpoint

@@ -22,7 +22,7 @@ from headroom.bench.figures import (
 )
 from headroom.bench.peer import PeerRun, ratios
 from headroom.bench.resources import Bandwidth
-from headroom.experts.trace_stats import TraceStats
+from headroom.experts.traces.trace_stats import TraceStats
 from headroom.plan.plan import Plan
 from headroom.plan.show.report import plan_json
 

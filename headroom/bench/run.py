@@ -34,9 +34,9 @@ from headroom.bench.resources import (
 from headroom.bench.schema import SchemaBench
 from headroom.bench.speeds import SpeedBench
 from headroom.errors import HeadroomError, OptionError, PlanError
-from headroom.experts.taps import ImposedTrace, traced_layers
-from headroom.experts.trace import RoutingTrace, check_shape, load_trace
-from headroom.experts.trace_stats import trace_stats
+from headroom.experts.traces.taps import ImposedTrace, traced_layers
+from headroom.experts.traces.trace import RoutingTrace, check_shape, load_trace
+from headroom.experts.traces.trace_stats import trace_stats
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.llm import OpenedModel, open_engine

@@ -17,7 +17,7 @@ from headroom.engine.request import GenerationRequest, SamplingParams, TokenCons
 from headroom.engine.scheduler import Turn
 from headroom.engine.sequence import Sequence as RunningSequence
 from headroom.errors import HeadroomError
-from headroom.experts.taps import ImposedTrace
+from headroom.experts.traces.taps import ImposedTrace
 from headroom.layers.batch import Batch
 from headroom.llm import OpenedModel
 from headroom.plan.settings import pages_for

@@ -13,7 +13,7 @@ from headroom.formats.hub import DEFAULT_MODEL, SHORT_NAMES, pull
 from headroom.options import Options
 
 if TYPE_CHECKING:
-    from headroom.experts.taps import RouterTap
+    from headroom.experts.traces.taps import RouterTap
     from headroom.llm import LLM
 
 

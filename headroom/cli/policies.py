@@ -15,9 +15,9 @@ from headroom.errors import OptionError
 if TYPE_CHECKING:
     from headroom.cli.experts import PlannedExperts
     from headroom.experts.placement import LayerExperts
-    from headroom.experts.replay import Replay
-    from headroom.experts.trace import RoutingTrace
-    from headroom.experts.trace_stats import TraceStats
+    from headroom.experts.traces.replay import Replay
+    from headroom.experts.traces.trace import RoutingTrace
+    from headroom.experts.traces.trace_stats import TraceStats
 
 AUTO = "auto"  # of --link: the table that the plan's speeds ask for
 
@@ -86,10 +86,10 @@ class PolicyReport:
 def replay_policies(found: "PlannedExperts", flags: PolicyFlags) -> PolicyReport:
     """Replay a trace with all slots, sequences and tables that the flags ask for."""
     from headroom.experts.cache import POLICIES
-    from headroom.experts.replay import ReplaySettings, replay, replay_halves
-    from headroom.experts.taps import traced_layers
-    from headroom.experts.trace import check_shape, load_trace
-    from headroom.experts.trace_stats import trace_stats
+    from headroom.experts.traces.replay import ReplaySettings, replay, replay_halves
+    from headroom.experts.traces.taps import traced_layers
+    from headroom.experts.traces.trace import check_shape, load_trace
+    from headroom.experts.traces.trace_stats import trace_stats
     from headroom.split.placing import expert_layers
 
     assert flags.trace is not None

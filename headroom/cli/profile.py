@@ -22,7 +22,7 @@ from headroom.units import counted
 if TYPE_CHECKING:
     from headroom.experts.placement import LayerSkew
     from headroom.experts.stats import RoutingHistory, StatsModel
-    from headroom.experts.taps import TraceRecorder
+    from headroom.experts.traces.taps import TraceRecorder
     from headroom.llm import LLM
 
 DEFAULT_TOKENS = 128
@@ -139,7 +139,7 @@ def target_path(out: Path | None, options: Options, model: "StatsModel") -> Path
 def open_recorder(path: Path, model: "StatsModel") -> "TraceRecorder":
     """Return what records the picks of routers; refuse a file that cannot take them."""
     from headroom.experts.stats import writable
-    from headroom.experts.taps import TraceRecorder
+    from headroom.experts.traces.taps import TraceRecorder
 
     check_folder(path, "trace")
     check_replaceable(path, "routing trace", "trace", model.files)
@@ -152,7 +152,7 @@ def open_recorder(path: Path, model: "StatsModel") -> "TraceRecorder":
 
 def write_trace(path: Path, recorder: "TraceRecorder", identity: str, source: str) -> str:
     """Write what was recorded, and return the file's name."""
-    from headroom.experts.trace import save_trace
+    from headroom.experts.traces.trace import save_trace
 
     recorded = recorder.trace(identity, source)
     assert recorded is not None, "every profile runs at least one prompt"

@@ -12,9 +12,9 @@ import typer
 from headroom.cli.completion import model_names, one_of
 from headroom.cli.settings import with_settings
 from headroom.errors import ModelError, OptionError
-from headroom.experts.synth_trace import PRESETS
-from headroom.experts.synth_trace import synth_trace as draw_trace
-from headroom.experts.trace import (
+from headroom.experts.traces.synth_trace import PRESETS
+from headroom.experts.traces.synth_trace import synth_trace as draw_trace
+from headroom.experts.traces.trace import (
     MOST_BYTES,
     MOST_EXPERTS,
     MOST_LAYERS,
@@ -22,7 +22,7 @@ from headroom.experts.trace import (
     TracedLayer,
     save_trace,
 )
-from headroom.experts.trace_stats import trace_stats
+from headroom.experts.traces.trace_stats import trace_stats
 from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.options import Options
 from headroom.units import counted, gib
@@ -117,7 +117,9 @@ def find_layers(text: str, options: Options) -> tuple[tuple[TracedLayer, ...], t
                 param="model",
             )
         return tuple(TracedLayer(layer, experts, used) for layer in range(count)), ()
-    from headroom.experts.taps import traced_layers  # imports torch; --help must not wait for it
+    from headroom.experts.traces.taps import (
+        traced_layers,  # imports torch; --help must not wait for it
+    )
 
     found = find_model(text, options)
     layers = traced_layers(found.shape)

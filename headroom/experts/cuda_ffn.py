@@ -11,7 +11,7 @@ import torch
 from headroom.experts.cold import LayerPaths, ReadInPlace, StoredLayer
 from headroom.experts.ffn import router_rule
 from headroom.experts.stats import RouterCounts
-from headroom.experts.taps import LayerTap
+from headroom.experts.traces.taps import LayerTap
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts as cuda_experts
 from headroom.kernels.cuda import norms, scratch

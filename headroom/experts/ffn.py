@@ -11,7 +11,7 @@ import torch
 
 from headroom.experts.layer_store import LayerStore
 from headroom.experts.store import drop_cold, fill_rows
-from headroom.experts.taps import LayerTap
+from headroom.experts.traces.taps import LayerTap
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.ops import ExpertsOp, Picks, RouteOp, RouterRule
 from headroom.kernels.reference.elementwise import sigmoid

@@ -10,8 +10,8 @@ from headroom.experts.layer_store import BlobLayout, LayerStore
 from headroom.experts.placement import ExpertPlacement
 from headroom.experts.stats import RouterCounts, RoutingStats
 from headroom.experts.store import StoreRequest, blob_layout, open_store
-from headroom.experts.taps import LayerTap, RouterTap, StageTap, TapSite
-from headroom.experts.trace import TracedLayer
+from headroom.experts.traces.taps import LayerTap, RouterTap, StageTap, TapSite
+from headroom.experts.traces.trace import TracedLayer
 from headroom.families.config import (
     AttentionConfig,
     DeltaNetConfig,

@@ -16,7 +16,7 @@ from headroom.experts.cold import ColdExperts
 from headroom.experts.exchange import StoreExchanges
 from headroom.experts.joined import join_meters, join_stores
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.taps import RouterTap
+from headroom.experts.traces.taps import RouterTap
 from headroom.families.config import AttentionConfig, ModelConfig
 from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL

@@ -10,7 +10,7 @@ from headroom.experts.cold import ColdExperts
 from headroom.experts.decode import DecodeWorker
 from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
-from headroom.experts.taps import StageTap
+from headroom.experts.traces.taps import StageTap
 from headroom.kernels.cuda.sizes import is_decode
 from headroom.layers.batch import Batch
 from headroom.layers.block import Block

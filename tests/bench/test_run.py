@@ -18,8 +18,8 @@ from headroom.bench.run import make_fitting_plan, run_bench, with_room
 from headroom.bench.traffic import Traffic
 from headroom.cli.bench_tables import report_tables
 from headroom.errors import FormatError, OptionError, PlanError
-from headroom.experts.taps import ImposedTrace, traced_layers
-from headroom.experts.trace import RoutingTrace, TracedLayer, save_trace
+from headroom.experts.traces.taps import ImposedTrace, traced_layers
+from headroom.experts.traces.trace import RoutingTrace, TracedLayer, save_trace
 from headroom.families.files import open_checkpoint
 from headroom.families.synth.recipe import find_recipe
 from headroom.families.synth.values import Source

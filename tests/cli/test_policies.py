@@ -9,9 +9,9 @@ import pytest
 
 from headroom.cli.main import run_command
 from headroom.experts.cache import POLICIES
-from headroom.experts.replay import ReplaySettings, replay, replay_halves
-from headroom.experts.trace import RoutingTrace, load_trace, save_trace
-from headroom.experts.trace_stats import trace_stats
+from headroom.experts.traces.replay import ReplaySettings, replay, replay_halves
+from headroom.experts.traces.trace import RoutingTrace, load_trace, save_trace
+from headroom.experts.traces.trace_stats import trace_stats
 from tests.synth_models import MODELS, write_model
 
 DIMS = MODELS["laguna"].dims

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.experts.trace import load_trace
+from headroom.experts.traces.trace import load_trace
 from headroom.families.synth.recipe import Recipe, find_recipe
 from headroom.families.synth.routing import hot_experts, make_skew
 from headroom.families.synth.values import Source

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.experts.synth_trace import PRESETS
-from headroom.experts.trace import load_trace
-from headroom.experts.trace_stats import trace_stats
+from headroom.experts.traces.synth_trace import PRESETS
+from headroom.experts.traces.trace import load_trace
+from headroom.experts.traces.trace_stats import trace_stats
 from tests.synth_models import MODELS, write_model
 
 Captured = pytest.CaptureFixture[str]

@@ -13,7 +13,7 @@ import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import OptionError, RequestError
-from headroom.experts.taps import TraceRecorder
+from headroom.experts.traces.taps import TraceRecorder
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
 from headroom.options import Options

@@ -13,11 +13,11 @@ from headroom.experts.cache import CacheModel
 from headroom.experts.cold import ColdExperts, LayerPaths, StoredLayer, prompt_ends
 from headroom.experts.cuda_ffn import load_paths
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.replay import ReplaySettings, replay
 from headroom.experts.store import StoreRequest, blob_layout, open_store
-from headroom.experts.synth_trace import PRESETS, synth_trace
 from headroom.experts.telemetry import HitCounter, cache_totals
-from headroom.experts.trace import TracedLayer
+from headroom.experts.traces.replay import ReplaySettings, replay
+from headroom.experts.traces.synth_trace import PRESETS, synth_trace
+from headroom.experts.traces.trace import TracedLayer
 from headroom.families.config import ExpertsConfig
 from headroom.kernels.cuda import experts, experts_scratch, grouped
 from headroom.kernels.cuda.expert_cache import COUNTERS

@@ -10,9 +10,9 @@ from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.experts.cache import POLICIES, Policy
 from headroom.experts.cold import ColdExperts
-from headroom.experts.replay import ReplaySettings, replay
-from headroom.experts.synth_trace import PRESETS, synth_trace
-from headroom.experts.taps import ImposedTrace, traced_layers
+from headroom.experts.traces.replay import ReplaySettings, replay
+from headroom.experts.traces.synth_trace import PRESETS, synth_trace
+from headroom.experts.traces.taps import ImposedTrace, traced_layers
 from headroom.families.files import open_checkpoint
 from headroom.kernels.cuda.expert_cache import COUNTERS
 from headroom.kernels.cuda.sizes import DECODE_ROWS

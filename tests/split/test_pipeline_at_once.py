@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headroom.experts.taps import TraceRecorder
+from headroom.experts.traces.taps import TraceRecorder
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.layers.batch import Batch

@@ -26,7 +26,7 @@ from headroom import __version__
 from headroom.engine.engine import Engine
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
 from headroom.errors import CapacityError, OptionError
-from headroom.experts.taps import TraceRecorder
+from headroom.experts.traces.taps import TraceRecorder
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
 from headroom.machine.devices import detect_cpu

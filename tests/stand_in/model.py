@@ -10,7 +10,7 @@ import torch
 from headroom.engine.batching import make_batch
 from headroom.engine.scheduler import Turn
 from headroom.experts.placement import ExpertPlacement
-from headroom.experts.taps import RouterTap
+from headroom.experts.traces.taps import RouterTap
 from headroom.families.config import AttentionConfig
 from headroom.formats.checkpoint import Checkpoint
 from headroom.kernels.ops import StepTables

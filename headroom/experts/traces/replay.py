@@ -20,7 +20,7 @@ from headroom.experts.cache import (
     CacheCounts,
     Policy,
 )
-from headroom.experts.trace import Ids, RoutingTrace, TracedLayer
+from headroom.experts.traces.trace import Ids, RoutingTrace, TracedLayer
 
 Residents = Sequence[Sequence[int]]  # the experts in slots, for each traced layer
 Numbers = npt.NDArray[np.int64]

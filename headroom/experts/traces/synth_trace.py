@@ -13,7 +13,7 @@ from math import exp, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from headroom.experts.trace import Ids, RoutingTrace, TracedLayer
+from headroom.experts.traces.trace import Ids, RoutingTrace, TracedLayer
 
 _BLOCK_VALUES = 1 << 21  # logits that are computed together
 
@@ -53,7 +53,7 @@ class Preset:
 
 
 # Most numbers were fitted, by least squares over drawn traces of the size that was measured, to
-# what `about` says; `tests/experts/test_synth_trace.py` measures traces of the presets.
+# what `about` says; `tests/experts/traces/test_synth_trace.py` measures traces of the presets.
 PRESETS: Mapping[str, Preset] = {
     "qwen3-30b-a3b": Preset(
         RoutingModel(0.175, 0.235, (Drift(0.19, 75.0), Drift(0.20, 3.6))),

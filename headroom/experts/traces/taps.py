@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headroom.experts.stats import RoutingStats
-from headroom.experts.trace import Ids, RoutingTrace, TracedLayer
+from headroom.experts.traces.trace import Ids, RoutingTrace, TracedLayer
 from headroom.kernels.cuda.sizes import is_decode
 from headroom.layers.batch import Batch, GpuBatch
 from headroom.plan.shape import ModelShape

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headroom.experts.replay import LayerCaches, most_chosen, split_halves, step_picks
-from headroom.experts.trace import RoutingTrace
+from headroom.experts.traces.replay import LayerCaches, most_chosen, split_halves, step_picks
+from headroom.experts.traces.trace import RoutingTrace
 
 DISTANCES = (1, 2, 4, 8, 16, 32)  # tokens
 TOP_SHARE = 1 / 16  # of the experts: the list that shows whether some are popular everywhere

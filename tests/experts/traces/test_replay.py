@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.experts.cache import POLICIES, CacheModel, Policy
-from headroom.experts.replay import (
+from headroom.experts.traces.replay import (
     LayerCaches,
     ReplaySettings,
     most_chosen,
@@ -15,7 +15,7 @@ from headroom.experts.replay import (
     split_halves,
     step_picks,
 )
-from headroom.experts.trace import RoutingTrace, TracedLayer
+from headroom.experts.traces.trace import RoutingTrace, TracedLayer
 
 
 @st.composite

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from headroom.experts.cache import POLICIES, Policy, policies_for
-from headroom.experts.replay import ReplaySettings, replay_halves
-from headroom.experts.synth_trace import PRESETS, Drift, RoutingModel, synth_trace
-from headroom.experts.trace import RoutingTrace, TracedLayer, check_ids
-from headroom.experts.trace_stats import lru_hit_rates, top_cover, trace_stats
+from headroom.experts.traces.replay import ReplaySettings, replay_halves
+from headroom.experts.traces.synth_trace import PRESETS, Drift, RoutingModel, synth_trace
+from headroom.experts.traces.trace import RoutingTrace, TracedLayer, check_ids
+from headroom.experts.traces.trace_stats import lru_hit_rates, top_cover, trace_stats
 
 WITHIN = 0.03  # of what was published, as docs/routing-traces.md says
 

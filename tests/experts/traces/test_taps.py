@@ -15,8 +15,8 @@ from headroom.engine.request import GenerationRequest, SamplingParams, TokenEven
 from headroom.engine.scheduler import Turn
 from headroom.experts.ffn import Router
 from headroom.experts.stats import RoutingStats
-from headroom.experts.taps import ImposedTrace, TapSite, TraceRecorder, traced_layers
-from headroom.experts.trace import Ids, RoutingTrace, TracedLayer, check_ids
+from headroom.experts.traces.taps import ImposedTrace, TapSite, TraceRecorder, traced_layers
+from headroom.experts.traces.trace import Ids, RoutingTrace, TracedLayer, check_ids
 from headroom.families.files import open_checkpoint
 from headroom.layers.batch import Batch
 from headroom.llm import LLM

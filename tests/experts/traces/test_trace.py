@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headroom.errors import FormatError
-from headroom.experts import trace as traces
-from headroom.experts.trace import (
+from headroom.experts.traces import trace as traces
+from headroom.experts.traces.trace import (
     Ids,
     RoutingTrace,
     TracedLayer,

@@ -5,9 +5,9 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from headroom.experts.trace import RoutingTrace, TracedLayer
-from headroom.experts.trace_stats import DISTANCES, lru_hit_rates, top_cover, trace_stats
-from tests.experts.test_replay import drawn_trace
+from headroom.experts.traces.trace import RoutingTrace, TracedLayer
+from headroom.experts.traces.trace_stats import DISTANCES, lru_hit_rates, top_cover, trace_stats
+from tests.experts.traces.test_replay import drawn_trace
 
 LAYERS = (TracedLayer(0, 24, 3), TracedLayer(2, 16, 2))
 

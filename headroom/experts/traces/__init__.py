@@ -1,0 +1,1 @@
+"""What routers chose, token by token: recorded, imposed, synthesised, replayed through caches."""
