@@ -9,13 +9,14 @@ import pytest
 from headroom.errors import RequestError
 from headroom.text.answer import AnswerText
 from headroom.text.answer_parser import AnswerParser, AnswerParts, join_calls
-from headroom.text.chat_renderer import ChatRenderer
+from headroom.text.chat_renderer import ChatRenderer, RenderedChat
 from headroom.text.chat_template import ChatTemplate
 from headroom.text.conversation import Tool
 from headroom.text.reasoning import find_reasoning
 from headroom.text.tokenizer import Tokenizer
 from headroom.text.tool_formats import find_tool_format
 from headroom.text.tool_memory import ToolMemory
+from tests.text.small_vocabularies import gemma_vocabulary
 from tests.text.tool_models import NATIVE_MODELS, TOOL_MODELS, tool_template, tool_tokenizer
 
 WEATHER = Tool(
@@ -417,3 +418,11 @@ def test_answers_are_replayed_by_a_template_that_takes_only_true_conversations()
     check_replay(
         chat, [ANSWERS["mistral"][1].replace("abc123XYZ", id) for id in ("a" * 9, "b" * 9)]
     )
+
+
+def test_a_prompt_in_pieces_begins_with_bos_once() -> None:
+    tokenizer = Tokenizer.from_vocabulary(gemma_vocabulary())
+    hello = tokenizer.encode("hello", add_bos=False)
+    prompt = RenderedChat(("hello", [7, 8], "hello"), "")
+    assert prompt.encode(tokenizer) == [tokenizer.bos_id, *hello, 7, 8, *hello]
+    assert RenderedChat(([7, 8], "hello"), "").encode(tokenizer) == [7, 8, *hello]
