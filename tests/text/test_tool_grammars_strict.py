@@ -430,3 +430,17 @@ def test_values_in_gemma_s_calls_are_enforced_to_a_depth() -> None:
     assert tool_grammar(walker.form, [strict(a=nested_lists(MAX_DEPTH - 1))], ONCE)
     with pytest.raises(RequestError, match=f"more than {MAX_DEPTH} deep"):
         tool_grammar(walker.form, [strict(a=nested_lists(MAX_DEPTH))], ONCE)
+
+
+@pytest.mark.parametrize(
+    ("model", "mark"), [("qwen35", "</parameter>"), ("laguna", "</arg_value>")]
+)
+def test_the_text_of_a_grammar_that_refers_to_itself_never_has_the_end_mark(
+    model: str, mark: str
+) -> None:
+    walker = Walker(model)
+    tool = text_tool("f", "", lark='start: "(" start ")" | /[^()]+/')
+    grammar = tool_grammar(walker.form, [tool], ToolChoice(mode="required"))
+    assert grammar is not None
+    for text, fits in (("((a b))", True), ("(a", False), (f"((a {mark} b))", False), (mark, False)):
+        assert walker.accepts(grammar, call_of(model, {"input": text})) == fits, text
