@@ -6,10 +6,12 @@ from dataclasses import replace
 from headroom.engine.request import GenerationRequest
 from headroom.engine.scheduler import Scheduler, Turn
 from headroom.errors import RequestError
+from headroom.layers.draft_network import Asked
 from headroom.plan.settings import PlanSettings
 from headroom.spec.draft import NO_DRAFT, Draft
-from headroom.spec.drafter import Drafter
+from headroom.spec.drafter import Drafter, TextDrafter
 from headroom.spec.governor import Governor, Offer
+from headroom.spec.network import NetworkDrafter
 
 
 class Drafting:
@@ -46,16 +48,41 @@ class Drafting:
         """
         if self._drafter is None or not _all_decode(turns):
             return list(turns)
+        if isinstance(self._drafter, NetworkDrafter):
+            return self._guess_together(turns, scheduler, self._drafter)
+        return self._guess_each(turns, scheduler, self._drafter)
+
+    def _guess_each(
+        self, turns: SequenceOf[Turn], scheduler: Scheduler, drafter: TextDrafter
+    ) -> list[Turn]:
+        """Guess for each sequence, then choose how many guesses are checked."""
         left, drafts = max(0, self.rows - len(turns)), []
         for at, turn in enumerate(turns):
             share = left // (len(turns) - at)  # of the rows that the sequences before have left
-            drafts.append(self._draft(turn, min(share, self._most)))
+            drafts.append(_text_draft(turn, self._most_guesses(turn, share), drafter))
             left -= len(drafts[-1])
         counts = self._counts(turns, drafts)
         return [
             _with_guesses(turn, draft.first(count), scheduler)
             for turn, draft, count in zip(turns, drafts, counts, strict=True)
         ]
+
+    def _guess_together(
+        self, turns: SequenceOf[Turn], scheduler: Scheduler, drafter: NetworkDrafter
+    ) -> list[Turn]:
+        """Choose how many guesses each sequence gets, then guess for all of them at once."""
+        left, offers = max(0, self.rows - len(turns)), []
+        for at, turn in enumerate(turns):
+            most = self._most_guesses(turn, left // (len(turns) - at))
+            left -= most
+            offers.append(Offer(most, turn.sequence.acceptance.chance(0, drafter.chance)))
+        counts = self._chosen(turns, offers, [0] * len(turns))
+        asked: dict[int, Asked] = {}
+        for at, (turn, count) in enumerate(zip(turns, counts, strict=True)):
+            if count and (room := scheduler.room_for(turn.sequence, 1 + count) - 1):
+                asked[at] = _asked(turn, room)
+        drafts = dict(zip(asked, drafter.guess(list(asked.values())), strict=True)) if asked else {}
+        return [replace(turn, draft=drafts.get(at, NO_DRAFT)) for at, turn in enumerate(turns)]
 
     def judge(self, turn: Turn, right: int) -> None:
         """Learn how many of a turn's guesses, one after another, were right."""
@@ -67,34 +94,62 @@ class Drafting:
             rows = sum(turn.all_rows for turn in turns)
             self._governor.record(len(turns), rows, tokens, seconds)
 
-    def _draft(self, turn: Turn, most: int) -> Draft:
+    def _most_guesses(self, turn: Turn, share: int) -> int:
+        """Return how many guesses a sequence may get that has a share of a step's rows."""
         sequence = turn.sequence
+        # What a starting sequence knows is copied when its step is launched.
+        if sequence.request.params.draft == "none" or sequence.starting:
+            return 0
         # The step itself gives a token after the last right guess.
-        most = min(most, sequence.limit - len(sequence.tokens) - 1)
-        if sequence.request.params.draft == "none" or most <= 0:
-            return NO_DRAFT
-        if sequence.guesser is None:
-            assert self._drafter is not None
-            sequence.guesser = self._drafter.begin()
-        draft = sequence.guesser.guess(sequence.tokens, most)
-        assert len(draft) <= most
-        return draft
+        return max(0, min(share, self._most, sequence.limit - len(sequence.tokens) - 1))
 
     def _counts(self, turns: SequenceOf[Turn], drafts: SequenceOf[Draft]) -> list[int]:
         """Return how many guesses of each draft the step checks."""
-        if self._governor is None or not any(drafts):
-            return [len(draft) for draft in drafts]
+        if not any(drafts):
+            return [0] * len(drafts)
         offers = [
             Offer(len(draft), turn.sequence.acceptance.chance(draft.kind, draft.chance))
             for turn, draft in zip(turns, drafts, strict=True)
         ]
-        counts = self._governor.choose(len(turns), offers)
+        counts = self._chosen(turns, offers, [draft.kind for draft in drafts])
         for turn, draft, count in zip(turns, drafts, counts, strict=True):
             self.held_back += len(draft) - count
             turn.sequence.held_back += len(draft) - count
-            if draft and not count:
-                turn.sequence.acceptance.hold_back(draft.kind)
         return counts
+
+    def _chosen(
+        self, turns: SequenceOf[Turn], offers: SequenceOf[Offer], kinds: SequenceOf[int]
+    ) -> list[int]:
+        """Return how many guesses of each offer the governor wants; all without a governor."""
+        if self._governor is None:
+            return [offer.guesses for offer in offers]
+        counts = self._governor.choose(len(turns), offers)
+        for turn, offer, kind, count in zip(turns, offers, kinds, counts, strict=True):
+            if offer.guesses and not count:
+                turn.sequence.acceptance.hold_back(kind)
+        return counts
+
+
+def _text_draft(turn: Turn, most: int, drafter: TextDrafter) -> Draft:
+    if most <= 0:
+        return NO_DRAFT
+    if turn.sequence.guesser is None:
+        turn.sequence.guesser = drafter.begin()
+    draft = turn.sequence.guesser.guess(turn.sequence.tokens, most)
+    assert len(draft) <= most
+    return draft
+
+
+def _asked(turn: Turn, most: int) -> Asked:
+    """Return what a draft network must know of a sequence to guess at most `most` tokens."""
+    sequence = turn.sequence
+    return Asked(
+        token=sequence.tokens[-1],
+        start=sequence.cached,
+        pages=sequence.page_table(),
+        state_slot=sequence.state_slot,
+        most=most,
+    )
 
 
 def _with_guesses(turn: Turn, draft: Draft, scheduler: Scheduler) -> Turn:

@@ -1,4 +1,4 @@
-"""Drafter: guesses how sequences go on. Which drafter an engine has is chosen here."""
+"""Drafters: what guesses how sequences go on. Which drafter an engine has is chosen here."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,6 +6,7 @@ from typing import Protocol
 from headroom.errors import OptionError
 from headroom.options import Options
 from headroom.spec.draft import Draft
+from headroom.spec.network import NetworkDrafter
 from headroom.spec.ngram import NgramDrafter
 
 
@@ -19,8 +20,8 @@ class Guesser(Protocol):
         """
 
 
-class Drafter(Protocol):
-    """Guesses how all sequences of an engine go on."""
+class TextDrafter(Protocol):
+    """Guesses how sequences go on by their tokens alone, each for itself, in next to no time."""
 
     @property
     def name(self) -> str:
@@ -28,6 +29,9 @@ class Drafter(Protocol):
 
     def begin(self) -> Guesser:
         """Return what guesses for a new sequence."""
+
+
+Drafter = TextDrafter | NetworkDrafter
 
 
 def open_drafter(options: Options) -> Drafter | None:

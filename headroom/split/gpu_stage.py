@@ -222,6 +222,10 @@ class GpuStage:
     def guesses(self) -> None:
         """None: a GPU's recurrent layers do not leave states as they were yet."""
 
+    @property
+    def draft_network(self) -> None:
+        """None: steps without guesses need none."""
+
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile every kernel that requests need, and capture the usual decode steps.
 

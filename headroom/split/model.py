@@ -16,6 +16,7 @@ from headroom.layers.batch import Batch
 from headroom.layers.block import Block
 from headroom.layers.cache import StageCaches
 from headroom.layers.cuda_block import CudaBlock
+from headroom.layers.draft_network import DraftNetwork
 from headroom.layers.features import StageFeatures
 from headroom.layers.guesses import Guesses
 from headroom.layers.modules import Embedding, Head
@@ -56,6 +57,7 @@ class Model:
         caches: StageCaches | None = None,
         features: StageFeatures | None = None,
         guesses: Guesses | None = None,
+        draft_network: DraftNetwork | None = None,
     ) -> None:
         self._embedding = embedding
         self._blocks = self._layers = blocks
@@ -64,6 +66,7 @@ class Model:
             first = next_layer - len(blocks)
             self._layers = [features.keeping(first + at, x) for at, x in enumerate(blocks)]
         self.guesses = guesses  # keeps the accepted rows of guesses; None: steps have no guesses
+        self.draft_network = draft_network  # learns every step; None: nothing here guesses
         self._head = head
         self._workspace = workspace
         self._next_layer = next_layer
@@ -95,7 +98,11 @@ class Model:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Run one step; return the residual stream of the rows whose logits are wanted."""
         wanted = self._workspace.outputs[: len(batch.output_rows)]
-        return torch.index_select(self.run(batch), 0, batch.output_rows, out=wanted)
+        x = self.run(batch)
+        torch.index_select(x, 0, batch.output_rows, out=wanted)
+        if self.draft_network is not None:
+            self.draft_network.learn(x, batch)
+        return wanted
 
     def receive(self, handed: HandedRows) -> None:
         """Copy the rows of a step from the stage before; `run` reads them."""

@@ -15,6 +15,7 @@ from headroom.experts.joined import ModelRouting, ModelStore, join_routing, join
 from headroom.experts.telemetry import Meter
 from headroom.layers.batch import Batch, Span
 from headroom.layers.cache import CacheFiles
+from headroom.layers.draft_network import Asked, Guessed
 from headroom.layers.draws import Draw, TokenMask
 from headroom.layers.features import ModelFeatures
 from headroom.layers.guesses import Accepted
@@ -168,6 +169,18 @@ class Pipeline:
         for stage in self._stages:
             assert stage.guesses is not None
             stage.guesses.commit(accepted)
+
+    @property
+    def has_draft_network(self) -> bool:
+        """Whether the last stage has weights that guess what follows sequences."""
+        return self._stages[-1].draft_network is not None
+
+    def guess(self, asked: Sequence[Asked]) -> list[Guessed]:
+        """Return what the draft network guesses to follow sequences, for all of them at once."""
+        self.settle()
+        network = self._stages[-1].draft_network
+        assert network is not None
+        return network.guess(asked)
 
     @property
     def on_cpu(self) -> bool:

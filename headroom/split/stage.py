@@ -11,6 +11,7 @@ from headroom.experts.stats import RoutingStats
 from headroom.experts.store import ExpertStore
 from headroom.layers.batch import Batch
 from headroom.layers.cache import CacheFiles, CacheMover
+from headroom.layers.draft_network import DraftNetwork
 from headroom.layers.draws import Draw, TokenMask
 from headroom.layers.guesses import Guesses
 from headroom.split.model import HandedRows, Model
@@ -107,6 +108,10 @@ class Stage(Protocol):
     @property
     def guesses(self) -> Guesses | None:
         """Keeps the accepted rows of guesses; None: its steps verify no guesses."""
+
+    @property
+    def draft_network(self) -> DraftNetwork | None:
+        """Guesses what follows sequences; None: this stage has no weights for that."""
 
     def receive(self, received: HandedRows) -> None:
         """Copy the rows of the stage before; the next step that is given none works on them."""
@@ -229,6 +234,11 @@ class CpuStage:
     def guesses(self) -> Guesses | None:
         """Keeps the accepted rows of guesses; None: no guesses were planned for."""
         return self._model.guesses
+
+    @property
+    def draft_network(self) -> DraftNetwork | None:
+        """Guesses what follows sequences; None: this stage has no weights for that."""
+        return self._model.draft_network
 
     def run(self, batch: Batch, received: HandedRows | None = None) -> HandedRows:
         """Run one step on the rows of the stage before; return them for the stage after."""

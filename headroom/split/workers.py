@@ -705,6 +705,7 @@ class WorkerChain:
     store = None  # the pipeline has the store of all workers
     has_head = True
     guesses = None  # workers verify none
+    draft_network = None
 
     def __init__(
         self,

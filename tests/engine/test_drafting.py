@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from headroom.engine.drafting import Drafting
 from headroom.engine.pages import PagePool
 from headroom.engine.request import GenerationRequest, SamplingParams
 from headroom.engine.scheduler import Limits, Scheduler, Turn
 from headroom.engine.sequence import Sequence as Running
+from headroom.layers.draft_network import Asked, Guessed
 from headroom.spec.draft import Draft
+from headroom.spec.network import NetworkDrafter
 from tests.plan.shapes import settings
 
 PAGE = 8
@@ -90,6 +94,50 @@ def test_a_step_that_reads_a_prompt_has_no_guesses() -> None:
     first.cached = 2
     turns = [Turn(first, 1)]
     assert drafting.add_guesses(turns, scheduler) == turns
+
+
+class Network:
+    """Guesses as many tokens as are wanted, and records what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Asked]] = []
+
+    def guess(self, asked: Sequence[Asked]) -> list[Guessed]:
+        self.asked.append(list(asked))
+        return [Guessed(torch.arange(x.most)[:, None], torch.zeros(x.most, 1)) for x in asked]
+
+
+def test_a_draft_network_is_asked_once_for_all_sequences_and_for_no_more_than_is_checked() -> None:
+    network = Network()
+    limits = settings(parallel=9, draft_tokens=4)
+    drafting = Drafting(NetworkDrafter("mtp", network.guess, 0.5), limits, always=True)
+    scheduler = Scheduler(Limits(9, 64, PAGE), PagePool(0))
+    starting = decoding(5)
+    starting.starting = True  # its state is copied when the step is launched
+    sequences = [decoding(5), decoding(PAGE - 2), decoding(5, draft="none"), decoding(5, limit=7)]
+    turns = [Turn(sequence, 1) for sequence in [*sequences, starting, decoding(PAGE)]]
+    found = drafting.add_guesses(turns, scheduler)
+    # The second has room for two rows more, the last for none.
+    assert [len(turn.draft) for turn in found] == [3, 2, 0, 1, 0, 0]
+    (asked,) = network.asked
+    assert [x.most for x in asked] == [3, 2, 1]
+    assert [x.start for x in asked] == [4, PAGE - 3, 4]
+    assert all(x.token == 2 and len(x.pages) * PAGE > x.start for x in asked)
+
+
+def test_a_draft_network_is_not_asked_while_the_governor_measures_plain_steps() -> None:
+    network = Network()
+    limits = settings(parallel=2, draft_tokens=4)
+    drafting = Drafting(NetworkDrafter("mtp", network.guess, 0.9), limits)
+    scheduler = Scheduler(Limits(2, 64, PAGE), PagePool(9))
+    for _ in range(2):
+        turns = drafting.add_guesses([Turn(decoding(5), 1)], scheduler)
+        assert not turns[0].draft
+        drafting.record(turns, 1, 0.01)
+    assert not network.asked
+    (turn,) = drafting.add_guesses([Turn(decoding(5), 1)], scheduler)
+    assert len(turn.draft) == network.asked[0][0].most > 0
+    assert drafting.held_back == 0  # what was never guessed is not held back
 
 
 def test_without_a_drafter_nothing_is_guessed() -> None:
