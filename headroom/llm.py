@@ -108,6 +108,8 @@ def open_engine(
             hint="Leave out --draft.",
             param="draft",
         )
+    if tap is not None and options.draft is None:
+        options = replace(options, draft="none")
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
@@ -132,7 +134,8 @@ def open_engine(
             pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
         upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
         files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
-        drafter = drafter or open_drafter(options)  # guesses tokens ahead
+        chosen = plan.problem.options  # with the drafter of a file that has one
+        drafter = drafter or open_drafter(chosen, pipeline)  # guesses tokens ahead
         engine = Engine(
             *(pipeline, plan.settings, options.queue, upkeep, files, drafter),
             draft_always=options.draft_always,

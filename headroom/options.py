@@ -21,8 +21,10 @@ ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
 NGRAM = "ngram"
-DRAFTERS = (NGRAM,)  # values of --draft that need no model
+MTP = "mtp"
+DRAFTERS = (NGRAM, MTP)  # values of --draft that need no other model
 NGRAM_GUESSES = 8  # usual ones, found in the text
+MTP_GUESSES = 4  # usual ones of a prediction head, which sees less the further ahead it looks
 MOST_GUESSES = 31  # besides the row of the last token, a step's guesses fill 32 rows
 OFF = "off"  # a value that some settings take instead of a path or a number
 BOOLEANS = {
@@ -197,15 +199,17 @@ class Options:
     placement: str | None = option(None, "file that says which experts are hot")
     draft: str | None = option(
         None,
-        "what guesses tokens ahead: ngram looks in the prompt and the answer, none generates one "
-        "token at a time; a plan also takes a draft model (default: none)",
+        "what guesses tokens ahead: mtp is the prediction head of the file, ngram looks in the "
+        "prompt and the answer, none generates one token at a time; a plan also takes a draft "
+        "model (default: mtp on CPUs if the file has such a head, else none)",
     )
     draft_always: bool = option(
         False, "check as many guesses as there are, even where that makes answers slower"
     )
     draft_tokens: int | None = option(
         None,
-        "tokens that are guessed for a conversation at a time, at most (default: 8 by ngram)",
+        "tokens that are guessed for a conversation at a time, at most (default: 8 by ngram, 4 by "
+        "mtp)",
         minimum=1,
         maximum=MOST_GUESSES,
     )
@@ -319,7 +323,7 @@ class Options:
     @property
     def most_guesses(self) -> int:
         """Tokens that are guessed for a conversation at a time; 0: none are."""
-        usual = NGRAM_GUESSES if self.draft_model is None else MOST_GUESSES
+        usual = {NGRAM: NGRAM_GUESSES, MTP: MTP_GUESSES}.get(self.draft or "", MOST_GUESSES)
         return (self.draft_tokens or usual) if self.drafts else 0
 
     @property

@@ -40,7 +40,7 @@ from headroom.experts.traces.trace_stats import trace_stats
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
 from headroom.llm import OpenedModel, open_engine
-from headroom.options import NGRAM, Options
+from headroom.options import MTP, NGRAM, Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
 from headroom.plan.settings import PAGE_SIZE
@@ -69,11 +69,19 @@ def run_bench(
     """
     if peer is not None:
         check_comparable(path)
+    if options.draft == MTP:
+        raise OptionError(
+            "A benchmark imposes which guesses are right, and so measures no prediction head.",
+            hint="Choose --draft ngram.",
+            param="draft",
+        )
     if options.drafts and "draft" not in settings.only:
         settings = replace(settings, only=(*settings.only, "draft"))
     if "draft" in settings.only:
         options = replace(options, draft=options.draft or NGRAM, draft_always=True)
         check_draft(options)
+    elif options.draft is None:
+        options = replace(options, draft="none")  # not what guesses by default
     steps = StepCounter(count_steps(settings, peer is not None), report)
     checkpoint = open_checkpoint(path)
     model = describe(checkpoint)

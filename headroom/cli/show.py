@@ -44,6 +44,7 @@ def describe_model(path: Path, home: Path, *, read_whole: bool) -> dict[str, Any
     """Return what a model's files say, as plain data; null where they do not say it."""
     # Readers of files import numpy, and abilities jinja2; --help must not wait for them.
     from headroom.families.files import open_checkpoint
+    from headroom.families.registry import FAMILIES, read_dims
     from headroom.formats.facts import model_facts
     from headroom.formats.pulled import recorded_sha256, stored_file
     from headroom.text.abilities import Abilities
@@ -59,6 +60,7 @@ def describe_model(path: Path, home: Path, *, read_whole: bool) -> dict[str, Any
         recorded = {file.name: recorded_sha256(file, home) for file in weights}
         digests = {name: found for name, found in recorded.items() if found is not None}
     fills = find_fill_in(checkpoint, abilities.tokenizer) is not None
+    dims = read_dims(checkpoint.header) if checkpoint.architecture in FAMILIES else None
     return {
         "version": 1,
         "name": checkpoint.header.name,
@@ -72,6 +74,8 @@ def describe_model(path: Path, home: Path, *, read_whole: bool) -> dict[str, Any
         "context": facts.trained_context or None,
         **ability_facts(checkpoint, abilities),
         "fills_in": fills,
+        "prediction_head": dims is not None and dims.mtp,
+        "prediction_head_refused": (dims.mtp_refused or None) if dims is not None else None,
         "licence": facts.licence or None,
         "path": str(facts.path),
         "size_bytes": stored_file(facts.path).size_bytes,
@@ -79,6 +83,13 @@ def describe_model(path: Path, home: Path, *, read_whole: bool) -> dict[str, Any
         "sha256": digests,
         "sha256_source": ("computed" if read_whole else "recorded by pull") if digests else None,
     }
+
+
+def prediction_text(facts: dict[str, Any]) -> str:
+    """Return whether a file has a prediction head (MTP), and why it does not run."""
+    if refused := facts["prediction_head_refused"]:
+        return f"not used: {refused}"
+    return "yes, for --draft mtp" if facts["prediction_head"] else "no"
 
 
 def file_digests(files: list[Path]) -> dict[str, str]:
@@ -113,6 +124,7 @@ def fact_texts(facts: dict[str, Any]) -> dict[str, str]:
         "context": f"{facts['context']:,} tokens" if facts["context"] else "-",
         **ability_texts(facts),
         "fills in": "yes" if facts["fills_in"] else "no",
+        "prediction head": prediction_text(facts),
         "licence": facts["licence"] or "the files do not say",
         "file": facts["path"],
         "size": gib(facts["size_bytes"]),

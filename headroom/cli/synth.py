@@ -14,7 +14,7 @@ from headroom.cli.settings import add_flags
 from headroom.errors import OptionError
 from headroom.families.family import Recipe
 from headroom.families.registry import FAMILIES
-from headroom.families.synth.recipe import chosen_family, find_recipe, read_recipe
+from headroom.families.synth.recipe import chosen_family, find_recipe, read_recipe, with_mtp
 from headroom.families.synth.routing import make_skew
 from headroom.families.synth.values import Source
 from headroom.families.synth.write import (
@@ -47,6 +47,9 @@ class SynthOptions:
         Path | None, typer.Option(help="a config.json to take the dimensions from, not --size")
     ] = None
     layers: Annotated[int, typer.Option(min=0, help="only so many first layers; 0: all")] = 0
+    mtp: Annotated[
+        bool, typer.Option("--mtp", help="with a prediction head, in families that have them")
+    ] = False
     quant: Annotated[
         str, typer.Option(help="mix of types (default: Q4_K_M; BF16 for drafts and safetensors)")
     ] = ""
@@ -102,6 +105,17 @@ def synth(
 
 def chosen_recipe(family: str, options: SynthOptions) -> Recipe:
     """Return the recipe that the flags ask for."""
+    if options.mtp and not chosen_family(family).has_mtp:
+        able = ", ".join(name for name, known in FAMILIES.items() if known.has_mtp)
+        raise OptionError(
+            f"{family} models have no prediction heads.", hint=f"Families: {able}.", param="mtp"
+        )
+    recipe = sized_recipe(family, options)
+    return with_mtp(recipe) if options.mtp else recipe
+
+
+def sized_recipe(family: str, options: SynthOptions) -> Recipe:
+    """Return the recipe of the size that the flags ask for."""
     chosen_family(family)
     if options.skew_hot is not None and not options.routing_skew:
         raise OptionError("--skew-hot says nothing without --routing-skew.", param="skew-hot")

@@ -115,6 +115,7 @@ class ModelConfig:
     embed_scale: float = 1.0  # of embedded tokens
     keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     softcap: float = 0.0  # logits become softcap * tanh(logits / softcap); 0: they stay
+    mtp: LayerConfig | None = None  # the layer behind the others that predicts further ahead
 
     @property
     def refuses_trees(self) -> str:

@@ -10,6 +10,7 @@ from headroom.formats.header import ModelHeader
 LayerKind = Literal["full", "window", "recurrent"]
 Tensors = dict[str, tuple[int, ...]]  # shapes by name, rows first
 
+FUSED_EXPERTS = "ffn.experts.gate_up"
 MAX_LAYERS, MAX_SIZE = 2048, 1 << 31
 # How config.json names the kinds of layers.
 KIND_NAMES: dict[str, LayerKind] = {
@@ -52,12 +53,16 @@ class Dims:
     state_dim: int = 128  # of their keys and values
     conv: int = 4  # tokens that their convolution sees
     taps: int = 0  # target layers that a draft reads
+    mtp: bool = False  # a layer behind the model's own predicts further ahead
+    mtp_fused: bool = False  # gate and up of that layer's experts lie in one tensor
+    # Why such a layer of the file does not run; "" if it does, or if there is none.
+    mtp_refused: str = field(default="", compare=False)
     # Why `context` is shorter than the file's, for error texts; "" if it is not.
     context_end: str = field(default="", compare=False)
 
     def kind(self, index: int) -> LayerKind:
-        """Return the kind of a layer."""
-        return self.kinds[index] if self.kinds else "full"
+        """Return the kind of a layer; one behind the model's own sees the whole context."""
+        return self.kinds[index] if index < len(self.kinds) else "full"
 
     def ffn_width(self, index: int) -> int:
         """Return the width of a layer's dense feed-forward part."""
@@ -187,6 +192,30 @@ def common_dims(facts: Facts, **more: Any) -> Dims:
     return Dims(**(values | more))
 
 
+def mtp_dims(facts: Facts, parts: Sequence[str]) -> dict[str, Any]:
+    """Return whether a file has a layer that predicts further ahead, and why it does not run.
+
+    `parts` are tensors of that layer by our names. Settings may promise a layer that is not there.
+    """
+    count = facts.size("nextn_predict_layers", "hf.mtp_num_hidden_layers", default=0, least=0)
+    if not count:
+        return {}
+    if not facts.header.tensors:
+        return {"mtp": count == 1}
+    before = f"layers.{facts.layers}."
+    if not any(name.startswith(before) for name in facts.header.tensors):
+        return {}
+    missing = [name for name in parts if before + name not in facts.header.tensors]
+    unread = [name for name in ("mtp.embed", "mtp.head") if before + name in facts.header.tensors]
+    if count > 1:
+        return {"mtp_refused": f"there are {count} of them, and one is supported"}
+    if missing:
+        return {"mtp_refused": f"it has no tensor {before}{missing[0]}"}
+    if unread:
+        return {"mtp_refused": f"it has an embedding or a head of its own, {before}{unread[0]}"}
+    return {"mtp": True, "mtp_fused": f"{before}{FUSED_EXPERTS}" in facts.header.tensors}
+
+
 def expert_dims(
     facts: Facts,
     *,
@@ -205,7 +234,10 @@ def expert_dims(
         "experts": facts.size("expert_count"),
         "experts_used": facts.size("expert_used_count", used_key),
         "expert_ffn": facts.size("expert_feed_forward_length", *width_keys),
-        "fused_experts": facts.has(".ffn.experts.gate_up"),
+        "fused_experts": any(
+            f"layers.{index}.{FUSED_EXPERTS}" in facts.header.tensors
+            for index in range(facts.layers)
+        ),
     }
     if found["experts_used"] > found["experts"]:
         used, all_of_them = found["experts_used"], found["experts"]

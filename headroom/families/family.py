@@ -208,9 +208,8 @@ class Family:
     # Tensors outside the layers of which only rows are read; the token table is not listed.
     lookup_tables: tuple[str, ...] = ()
     # How names of tensors begin that files have and that are not loaded ("model." may stand before
-    # them): parts for pictures and sound, and parts that predict further ahead than one token.
+    # them), such as parts for pictures and sound.
     unused_parts: tuple[str, ...] = ()
-    ahead_parts: tuple[str, ...] = ()
     # The parts of every layer, from settings and checked sizes; None: a draft, which does not run
     # alone.
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
@@ -225,14 +224,14 @@ class Family:
         """GGUF's name of the architecture."""
         return self.naming.architecture
 
-    def predicts_ahead(self, tensor: str) -> bool:
-        """Return whether a tensor belongs to parts that predict further ahead; they do not run."""
-        return tensor.removeprefix("model.").startswith(self.ahead_parts)
+    @property
+    def has_mtp(self) -> bool:
+        """Whether models of the family may have a layer that predicts further ahead."""
+        return bool(self.naming.mtp_names)
 
     def leaves_out(self, tensor: str) -> bool:
         """Return whether a tensor of the family's files is not loaded."""
-        unused = tensor.removeprefix("model.").startswith(self.unused_parts)
-        return unused or self.predicts_ahead(tensor)
+        return tensor.removeprefix("model.").startswith(self.unused_parts)
 
 
 def model_config(

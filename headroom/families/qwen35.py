@@ -23,6 +23,7 @@ from headroom.families.dims import (
     LayerKind,
     common_dims,
     expert_dims,
+    mtp_dims,
     named_kinds,
     pattern,
 )
@@ -56,7 +57,7 @@ from headroom.families.tensors import (
     shared_expert,
 )
 from headroom.formats.header import ModelHeader
-from headroom.formats.names import NameRow, Naming
+from headroom.formats.names import MTP_PREFIX, NameRow, Naming
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,8 +77,21 @@ LAYER_NAMES: tuple[NameRow, ...] = (
     ("delta.norm", "ssm_norm", "linear_attn.norm"),
     ("delta.out", "ssm_out", "linear_attn.out_proj"),
 )
-UNUSED_PARTS = (*GGUF_TOWERS, "visual.")
-AHEAD_PARTS = ("mtp.",)
+# The layer that predicts further ahead is one of full attention with these in addition: it reads a
+# token's embedding beside the hidden state after the token before it, both normed.
+MTP_NAMES: tuple[NameRow, ...] = (
+    ("mtp.proj", "nextn.eh_proj", "fc"),
+    ("mtp.embed_norm", "nextn.enorm", "pre_fc_norm_embedding"),
+    ("mtp.hidden_norm", "nextn.hnorm", "pre_fc_norm_hidden"),
+    ("mtp.norm", "nextn.shared_head_norm", "norm"),
+    ("mtp.embed", "nextn.embed_tokens", "embed_tokens"),
+    ("mtp.head", "nextn.shared_head_head", "lm_head"),
+)
+MTP_PARTS = (
+    "mtp.proj", "mtp.embed_norm", "mtp.hidden_norm", "mtp.norm", "attn.norm", "attn.q", "attn.k",
+    "attn.v", "attn.out", "attn.q_norm", "attn.k_norm", "ffn.norm",
+)  # fmt: skip
+UNUSED_PARTS = (*GGUF_TOWERS, "visual.", MTP_PREFIX)
 
 
 def read_dims(facts: Facts) -> Dims:
@@ -97,6 +111,7 @@ def read_dims(facts: Facts) -> Dims:
         conv=facts.size("ssm.conv_kernel", "hf.linear_conv_kernel_dim"),
         **experts,
         **dense,
+        **mtp_dims(facts, MTP_PARTS),
     )
 
 
@@ -110,9 +125,16 @@ def _kinds(facts: Facts) -> tuple[LayerKind, ...]:
 
 
 def layer(dims: Dims, index: int) -> LayerDims:
-    """Return a layer of gated full attention or of gated linear attention."""
+    """Return a layer of gated full attention or of gated linear attention.
+
+    The layer behind the model's own predicts further ahead.
+    """
     hidden = dims.hidden
     tensors = norms(dims, "attn_norm", "post_attention_norm")
+    if index >= dims.layers:
+        dims = replace(dims, fused_experts=dims.mtp_fused)
+        tensors |= norms(dims, "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+        tensors["nextn.eh_proj.weight"] = (hidden, 2 * hidden)
     if dims.experts:
         tensors |= routed_experts(dims) | shared_expert(dims)
         tensors["ffn_gate_inp_shexp.weight"] = (hidden,)
@@ -159,11 +181,12 @@ def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
     dense = None if dims.experts else FfnConfig(dims.ffn)
     layers = tuple(
         LayerConfig(mixer=_mixer(header, dims, index), ffn=dense, experts=experts)
-        for index in range(dims.layers)
+        for index in range(dims.layers + dims.mtp)
     )
     # The conversion to GGUF has added one to the weights of norms already.
     offset = 0.0 if header.format == "gguf" else 1.0
-    return model_config(header, dims, layers, norm_offset=offset)
+    own, mtp = layers[: dims.layers], layers[-1] if dims.mtp else None
+    return model_config(header, dims, own, norm_offset=offset, mtp=mtp)
 
 
 def _mixer(header: ModelHeader, dims: Dims, index: int) -> AttentionConfig | DeltaNetConfig:
@@ -256,21 +279,26 @@ def _recipe(name: str, dims: Dims) -> Recipe:
 
 def _config(recipe: Recipe, tokens: Json) -> Json:
     dims = recipe.dims
-    return expert_config(dims) | {
-        "layer_types": layer_types(dims),
-        "linear_conv_kernel_dim": dims.conv,
-        "linear_key_head_dim": dims.state_dim,
-        "linear_num_key_heads": dims.state_key_heads,
-        "linear_num_value_heads": dims.state_heads,
-        "linear_value_head_dim": dims.state_dim,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": list(recipe.sections),
-            "partial_rotary_factor": recipe.rope_dims / dims.head_dim,
-            "rope_theta": recipe.theta,
-            "rope_type": "default",
-        },
-    }
+    ahead = {"mtp_num_hidden_layers": 1} if dims.mtp else {}
+    return (
+        expert_config(dims)
+        | ahead
+        | {
+            "layer_types": layer_types(dims),
+            "linear_conv_kernel_dim": dims.conv,
+            "linear_key_head_dim": dims.state_dim,
+            "linear_num_key_heads": dims.state_key_heads,
+            "linear_num_value_heads": dims.state_heads,
+            "linear_value_head_dim": dims.state_dim,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": list(recipe.sections),
+                "partial_rotary_factor": recipe.rope_dims / dims.head_dim,
+                "rope_theta": recipe.theta,
+                "rope_type": "default",
+            },
+        }
+    )
 
 
 def _keys(recipe: Recipe) -> Json:
@@ -308,7 +336,7 @@ def _undo(part: str, dims: Dims) -> "Callable[[Floats], Floats] | None":
     """Return what undoes the conversion of a part to GGUF: norms plus one, order of heads."""
     import numpy as np
 
-    if part.endswith("_norm") and part != "ssm_norm":
+    if part.endswith("norm") and part != "ssm_norm":
         return lambda weight: weight - 1
     if part in ("attn_gate", "ssm_beta", "ssm_alpha", "ssm_dt"):
         return lambda rows: _grouped(rows, dims)
@@ -341,11 +369,11 @@ FAMILIES = (
             architecture="qwen35",
             model_types=("qwen3_5", "qwen3_5_text"),
             layer_names=LAYER_NAMES,
+            mtp_names=MTP_NAMES,
         ),
         read_dims=read_dims,
         layer=layer,
         unused_parts=UNUSED_PARTS,
-        ahead_parts=AHEAD_PARTS,
         read_config=read_config,
         fixed=FIXED,
         known={"qwen3.5-27b": DENSE_27B, "qwen3.6-27b": DENSE_27B},
@@ -366,11 +394,11 @@ FAMILIES = (
             architecture="qwen35moe",
             model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
             layer_names=LAYER_NAMES,
+            mtp_names=MTP_NAMES,
         ),
         read_dims=read_dims,
         layer=layer,
         unused_parts=UNUSED_PARTS,
-        ahead_parts=AHEAD_PARTS,
         read_config=read_config,
         fixed={**FIXED, **EXPERTS_FIXED, "hf.norm_topk_prob": (True,)},
         known={"qwen3.5-35b-a3b": EXPERTS_35B, "qwen3.6-35b-a3b": EXPERTS_35B},

@@ -15,7 +15,7 @@ def tensor_table(dims: Dims) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of a model's file by its name."""
     family = find_family(dims.architecture)
     table: dict[str, tuple[int, ...]] = dict(family.outer(dims))
-    for index in range(dims.layers):
+    for index in range(dims.layers + dims.mtp):
         layer = family.layer(dims, index)
         table |= {f"blk.{index}.{name}": shape for name, shape in layer.tensors.items()}
     return table

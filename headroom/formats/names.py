@@ -52,7 +52,8 @@ _LAYER = {
     "gguf": re.compile(r"blk\.([0-9]+)\.(.+)"),
     "safetensors": re.compile(r"layers\.([0-9]+)\.(.+)"),
 }
-_OUR_LAYER = re.compile(r"layers\.[0-9]+\.")
+_OUR_LAYER = re.compile(r"layers\.([0-9]+)\.")
+MTP_PREFIX = "mtp."  # in safetensors, of what predicts further ahead
 # The number of an expert, in "mlp.experts.3.gate_proj" or "ffn_gate.3".
 _EXPERT = re.compile(r"(?<=\.)[0-9]+(?=\.|\Z)")
 # Text models inside models that see pictures have one of two prefixes, by transformers' version.
@@ -70,6 +71,9 @@ class Naming:
     # Additional rows; a row replaces the shared row with the same name in the file.
     model_names: tuple[NameRow, ...] = ()
     layer_names: tuple[NameRow, ...] = ()
+    # Additional rows of a layer behind the model's own that predicts further ahead: after "blk.N."
+    # in GGUF, after "mtp." in safetensors. Empty: such layers are not described.
+    mtp_names: tuple[NameRow, ...] = ()
     # Whether the head is the embedding where a config.json without weights does not say.
     tied_by_default: bool = False
 
@@ -82,9 +86,15 @@ def find_naming(architecture: str, namings: Namings) -> Naming:
     return namings.get(architecture) or Naming(architecture=architecture)
 
 
-def canonical_name(name: str, naming: Naming, format: Format) -> str:
-    """Return our name of a tensor, or the file's own name where the tables have none."""
+def canonical_name(name: str, naming: Naming, format: Format, layers: int = 0) -> str:
+    """Return our name of a tensor, or the file's own name where the tables have none.
+
+    A layer that predicts further ahead has the number after the model's own `layers`, as in GGUF;
+    safetensors count it apart.
+    """
     rest = _MODEL_PREFIX.sub("", name, count=1) if format == "safetensors" else name
+    if format == "safetensors" and naming.mtp_names and rest.startswith(MTP_PREFIX):
+        return _mtp_name(rest.removeprefix(MTP_PREFIX), naming, layers) or name
     layer = _LAYER[format].fullmatch(rest)
     if layer is None:
         return _look_up(rest, _model_table(naming, format)) or name
@@ -92,14 +102,30 @@ def canonical_name(name: str, naming: Naming, format: Format) -> str:
     return f"layers.{layer[1]}.{found}" if found else name
 
 
-def safetensors_name(name: str, naming: Naming, expert: int | None = None) -> str:
+def _mtp_name(rest: str, naming: Naming, layers: int) -> str | None:
+    """Return our name of a tensor that safetensors have after "mtp."; None: it has none."""
+    layer = _LAYER["safetensors"].fullmatch(rest)
+    if layer is None:
+        found = _look_up(rest, _by_file_name(naming.mtp_names, "safetensors"))
+        return found and f"layers.{layers}.{found}"
+    found = _look_up(layer[2], _layer_table(naming, "safetensors"))
+    return found and f"layers.{layers + int(layer[1])}.{found}"
+
+
+def safetensors_name(name: str, naming: Naming, layers: int, expert: int | None = None) -> str:
     """Return what safetensors call a GGUF tensor, without the model's prefix and ".weight".
 
-    GGUF keeps all experts of a layer in one stack; `expert` asks for the name of one of them.
+    GGUF keeps all experts of a layer in one stack; `expert` asks for the name of one of them. A
+    layer after the model's own `layers` predicts further ahead.
     """
     ours = canonical_name(name, naming, "gguf")
     layer = _OUR_LAYER.match(ours)
     before, rest = (layer[0], ours[layer.end() :]) if layer else ("", ours)
+    if layer is not None and (ahead := int(layer[1]) - layers) >= 0:
+        for known, _, theirs in naming.mtp_names:
+            if rest == known:
+                return MTP_PREFIX + theirs
+        before = f"{MTP_PREFIX}layers.{ahead}."
     if expert is not None:
         rest = rest.replace(".experts.", ".experts.{e}.")
     theirs = _inverse(naming, layer is not None)
@@ -123,7 +149,8 @@ def _model_table(naming: Naming, format: Format) -> dict[str, str]:
 @cache
 def _layer_table(naming: Naming, format: Format) -> dict[str, str]:
     """Return our names by the file's, of tensors of a layer."""
-    return _by_file_name(LAYER_NAMES + naming.layer_names, format)
+    rows = LAYER_NAMES + naming.layer_names
+    return _by_file_name(rows + naming.mtp_names if format == "gguf" else rows, format)
 
 
 def _by_file_name(rows: tuple[NameRow, ...], format: Format) -> dict[str, str]:

@@ -44,8 +44,10 @@ def safetensors_header(
     """
     architecture = config_architecture(config, config_path, namings)
     naming = find_naming(architecture, namings)
-    tensors = _by_name([part.tensors for part in parts], naming, "safetensors", config_path)
     values = config_values(config)
+    layers = values.get("block_count")
+    known = layers if isinstance(layers, int) else 0
+    tensors = _by_name([part.tensors for part in parts], naming, "safetensors", config_path, known)
     values["general.architecture"] = architecture
     values["general.name"] = name
     tied_if_unsaid = "head" not in tensors if parts else naming.tied_by_default
@@ -78,11 +80,15 @@ def model_title(path: Path) -> str:
 
 
 def _by_name(
-    files: Sequence[Mapping[str, TensorInfo]], naming: Naming, format: Format, path: Path
+    files: Sequence[Mapping[str, TensorInfo]],
+    naming: Naming,
+    format: Format,
+    path: Path,
+    layers: int = 0,
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for info in (info for file in files for info in file.values()):
-        name = canonical_name(info.name, naming, format)
+        name = canonical_name(info.name, naming, format, layers)
         if name in tensors:
             raise FormatError(
                 f"{path}: {tensors[name].name!r} and {info.name!r} are the same tensor, {name}."

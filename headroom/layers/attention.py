@@ -57,6 +57,11 @@ class Attention:
             mixed = mixed * gates
         return self._out(mixed.flatten(1))
 
+    def remember(self, x: torch.Tensor, batch: Batch) -> None:
+        """Cache the keys and values of normed rows whose output nobody reads."""
+        assert self._keys is not None
+        self._keys.write(x, batch, *rope_tables(self._config.rope, batch))
+
 
 class _Keys:
     """Projects and caches keys and values; a layer that shares a cache has no such part."""

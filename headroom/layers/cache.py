@@ -83,9 +83,16 @@ def _ring_pages(span: Span, ring: int, page_size: int) -> torch.Tensor:
     return torch.arange(count, device=span.pages.device) % ring + span.state_slot * ring
 
 
-def allocate_kv(config: AttentionConfig, settings: PlanSettings, device: str) -> KvPages:
-    """Allocate the pages of one layer, uninitialised: kernels write before they read."""
-    pages = settings.window_pages(config.window) if config.window else settings.pages
+def allocate_kv(
+    config: AttentionConfig, settings: PlanSettings, device: str, *, drafts: bool = False
+) -> KvPages:
+    """Allocate the pages of one layer, uninitialised: kernels write before they read.
+
+    The layer of a draft network has one more for each state slot, after those that the engine
+    lends.
+    """
+    pages = settings.draft_pages if drafts else settings.pages
+    pages = settings.window_pages(config.window) if config.window else pages
     kv_slots = pages * settings.page_size
     keys, values = BY_NAME[settings.k_type], BY_NAME[settings.v_type]
     kv = PagedKv(
@@ -184,7 +191,7 @@ class StageCaches:
     def __init__(
         self,
         pages: Sequence[KvPages],
-        states: Sequence[RecurrentState],
+        states: Sequence[torch.Tensor],  # each [state slots, ...]
         snapshots: int,
         host_pages: int = 0,
         *,
@@ -192,7 +199,7 @@ class StageCaches:
     ) -> None:
         self._lent = [kv for own in pages if not own.ring for kv in (own.kv.keys, own.kv.values)]
         self._page_size = pages[0].kv.page_size if pages else 0
-        self._states = [tensor for own in states for tensor in (own.memory, own.inputs)]
+        self._states = list(states)
         self._rings = [_Ring(own) for own in pages if own.ring]
         one = [tensor[0] for tensor in self._states]
         one += [part for ring in self._rings for part in ring.covered]

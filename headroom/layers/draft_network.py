@@ -32,7 +32,7 @@ class Guessed:
     """The likeliest next tokens of one sequence, by how far ahead they are."""
 
     tokens: torch.Tensor  # int64 [depths, candidates] in host memory, the likeliest first
-    logprobs: torch.Tensor  # float32 [depths, candidates]; with one candidate nothing reads them
+    logprobs: torch.Tensor | None  # float32 [depths, candidates]; None: one candidate, a chain
 
 
 class DraftNetwork(Protocol):

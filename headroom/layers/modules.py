@@ -87,7 +87,11 @@ class Head:
     @part_of_step("head")
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Write logits `[rows, vocabulary]` for rows of the residual stream to `out`."""
-        logits = self._vocabulary(self.norm(hidden), out)
+        return self.product(self.norm(hidden), out)
+
+    def product(self, normed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write logits for rows after the final norm to `out`."""
+        logits = self._vocabulary(normed, out)
         if not self._softcap:
             return logits
         return logits.div_(self._softcap).tanh_().mul_(self._softcap)

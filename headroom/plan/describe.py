@@ -40,10 +40,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     config = family.read_config(header, dims)
     _check_attention(checkpoint, config)
     _check_states(checkpoint, config)
-    if extra := checkpoint.metadata.get_int("block_count") - dims.layers:
-        log.info("describe: %d layers that predict further ahead are not used", extra)
-    if heads := sum(1 for name in checkpoint.tensors if family.predicts_ahead(name)):
-        log.info("describe: %d tensors that predict further ahead are not used", heads)
+    if dims.mtp_refused:
+        log.info("describe: the prediction head (MTP) is not used: %s", dims.mtp_refused)
     return ModelDescription(checkpoint, config, shape)
 
 

@@ -162,12 +162,43 @@ def snapshots_bytes(model: ModelShape, layer_range: LayerRange, settings: PlanSe
     size = settings.snapshots * snapshot_bytes(model.layers[first : last + 1], settings)
     if StagePlace.of(layer_range, len(model.layers)).ends and not settings.worker:
         size += kept_logits_bytes(model, settings)
+        size += settings.snapshots * mtp_snapshot_bytes(model, settings)
     return size
 
 
 def kept_logits_bytes(model: ModelShape, settings: PlanSettings) -> int:
     """Return the bytes of the logits after the last token of each snapshot, in f32."""
     return settings.snapshots * model.vocab * F32_BYTES
+
+
+def mtp_snapshot_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes that a snapshot has of the hidden state that a prediction head reads."""
+    return model.hidden * F32_BYTES if settings.mtp else 0
+
+
+def mtp_page_bytes(model: ModelShape, settings: PlanSettings) -> int:
+    """Return the bytes of a page of a prediction head; 0 if none guesses."""
+    if not settings.mtp or model.mtp is None:
+        return 0
+    return settings.page_size * kv_token_bytes(model.mtp, settings.k_type, settings.v_type)
+
+
+def mtp_lines(model: ModelShape, settings: PlanSettings) -> list[Line]:
+    """Return the lines of the prediction head; it uses the model's embedding and vocabulary."""
+    shape = model.mtp
+    assert shape is not None
+    weights = core_bytes([shape], settings) + shape.all_expert_bytes
+    cache = settings.draft_pages * mtp_page_bytes(model, settings)
+    rows = settings.parallel + settings.verify_rows
+    pages = f"1 layer x {counted(settings.draft_pages, 'page')} of {settings.page_size} tokens"
+    state = f"{counted(rows, 'row')} x {model.hidden} values, f32"
+    return [
+        Line(
+            "draft_weights", weights, f"the layer that predicts further ahead, {settings.weights}"
+        ),
+        Line("draft_kv", cache, f"{pages}, keys {settings.k_type}, values {settings.v_type}"),
+        Line("draft_state", rows * model.hidden * F32_BYTES, state),
+    ]
 
 
 def host_page_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
@@ -287,25 +318,35 @@ def stage_lines(
     layers = model.layers[first : last + 1]
     place = StagePlace.of(layer_range, len(model.layers))
     ends = place.ends
+    guesses = ends and settings.mtp and model.mtp is not None
     core = core_bytes(layers, settings) + outer_bytes(model, settings, place)
     norm = " and the final norm" if ends else ""
     lines = [
         Line("core_weights", core, f"{layer_range.words}{norm}, {settings.weights}"),
         *_memory_lines(layers, settings),
         staging_line(model, layer_range, settings),
-        workspace_line(model, layers, device, settings, request),
+        workspace_line(
+            model,
+            (*layers, model.mtp) if guesses and model.mtp else layers,
+            device,
+            settings,
+            request,
+        ),
     ]
     if request.features is not None and request.features.within(layer_range):
         lines.append(features_line(model, layer_range, settings, request.features))
     if device.holds_all and settings.snapshots:
         lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
     page = host_page_bytes(layers, settings)
+    page += mtp_page_bytes(model, settings) if ends else 0
     if device.holds_all and page and settings.host_pages:
         lines.append(host_pages_line(page, settings))
     if settings.verify_rows:
         values = sum(layer.verify_values for layer in layers)
         why = f"{counted(settings.verify_rows, 'row')} x {values} values of recurrent layers, f32"
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
+    if guesses:
+        lines += mtp_lines(model, settings)
     if ends:
         head = head_bytes(model, settings)
         lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))

@@ -11,7 +11,7 @@ from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
-from headroom.options import FEATURE_TYPES, MOST_GUESSES, ROUNDED_TYPES, Options
+from headroom.options import FEATURE_TYPES, MOST_GUESSES, MTP, ROUNDED_TYPES, Options
 from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
@@ -21,6 +21,8 @@ from headroom.plan.lines import (
     embed_bytes,
     head_bytes,
     host_page_bytes,
+    mtp_page_bytes,
+    mtp_snapshot_bytes,
     snapshot_bytes,
 )
 from headroom.plan.predict import Prediction, predict
@@ -182,6 +184,7 @@ class PlanProblem:
             exact_batch=options.exact_batch,
             prefix_cache=not options.no_prefix_cache,
             draft_tokens=self.draft_tokens,
+            mtp=self.options.draft == MTP,
         )
         stages = []
         for kind in self.kinds:
@@ -215,7 +218,10 @@ class PlanProblem:
 
     def _host_pages(self, stages: Sequence[PlanStage]) -> int:
         """Return how many pages host memory holds beside the snapshots; each stage has its part."""
-        each = max(host_page_bytes(stage.model.layers, stage.settings) for stage in stages)
+        each = max(
+            host_page_bytes(x.model.layers, x.settings) + mtp_page_bytes(x.model, x.settings)
+            for x in stages
+        )
         if not each:  # all layers have windows or states, and pages hold nothing
             return self._snapshots(stages) * stages[0].settings.sequence_pages
         room = self.request.host_page_bytes
@@ -224,7 +230,10 @@ class PlanProblem:
 
     def _snapshot_bytes(self, stages: Sequence[PlanStage]) -> int:
         """Return the bytes of a snapshot with its logits; 0 if pages alone are enough."""
-        each = max(snapshot_bytes(stage.model.layers, stage.settings) for stage in stages)
+        each = max(
+            snapshot_bytes(x.model.layers, x.settings) + mtp_snapshot_bytes(x.model, x.settings)
+            for x in stages
+        )
         return each + self.model.vocab * F32_BYTES if each else 0
 
     @property
@@ -339,8 +348,12 @@ def make_plan(
             hint="Choose --dtype f32, or leave out --kernels reference; see headroom doctor.",
             param="dtype",
         )
+    if options.draft is None and shapes[0].mtp is not None and _may_verify(devices):
+        options = replace(options, draft=MTP)
     if options.drafts and options.draft_model is None:
         _check_verifies(devices)
+    if options.draft == MTP and shapes[0].mtp is None:
+        raise _no_mtp(shapes[0])
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     options = _with_read_types(model, stages, options)
@@ -397,6 +410,21 @@ def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: O
             param=named.split()[0].removeprefix("--"),
         )
     return replace(options, weights="unpacked")
+
+
+def _may_verify(devices: Sequence[DeviceSpec]) -> bool:
+    """Return whether all devices that run layers verify guesses: the CPUs of this process."""
+    return all(x.kind == "cpu" and not x.worker for x in devices if x.runs_layers)
+
+
+def _no_mtp(model: ModelShape) -> OptionError:
+    """Return the error for a prediction head that is asked for and cannot be had."""
+    why = model.mtp_refused or "its file has none"
+    return OptionError(
+        f"{model.name} has no prediction head that runs: {why}.",
+        hint="Choose --draft ngram or --draft none.",
+        param="draft",
+    )
 
 
 def _check_verifies(devices: Sequence[DeviceSpec]) -> None:

@@ -43,6 +43,7 @@ class PlanSettings:
     snapshots: int = 0  # of recurrent states and windows, in host memory
     host_pages: int = 0  # of kept prefixes, in host memory, for pages that leave the devices
     draft_tokens: int = 0  # most tokens that are guessed for a sequence at a time; 0: none
+    mtp: bool = False  # the layer of the model that predicts further ahead guesses them
 
     @property
     def rows(self) -> int:
@@ -93,6 +94,11 @@ class PlanSettings:
     def pages(self) -> int:
         """Pages of each layer that sees the whole context."""
         return self.cache_tokens // self.page_size
+
+    @property
+    def draft_pages(self) -> int:
+        """Pages of a draft network's cache: one more for each sequence, for what it guesses."""
+        return self.pages + self.parallel
 
     @property
     def sequence_pages(self) -> int:

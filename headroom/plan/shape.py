@@ -171,6 +171,10 @@ class ModelShape:
     ffn_width: int = 0  # widest dense feed-forward layer
     staging_buffers: int = 2  # 3 where every layer reads the embedding again
     side_values: int = 0  # per-layer inputs of a token, for all layers together
+    # The layer behind the others that predicts further ahead, with all its tensors; None: the file
+    # has none, or `mtp_refused` says why it does not run.
+    mtp: LayerShape | None = None
+    mtp_refused: str = ""
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
     panels: OuterPadding = OuterPadding()  # what C++ kernels add
@@ -182,18 +186,23 @@ class ModelShape:
     def in_panels(self) -> "ModelShape":
         """Return the model as C++ kernels hold it."""
         layers = tuple(layer.padded(layer.panels) for layer in self.layers)
-        return self._padded(layers, self.panels)
+        mtp = None if self.mtp is None else self.mtp.padded(self.mtp.panels)
+        return self._padded(layers, mtp, self.panels)
 
     def in_tiles(self) -> "ModelShape":
         """Return the model as a GPU's kernels hold it."""
         layers = tuple(layer.padded(layer.tiles) for layer in self.layers)
-        return self._padded(layers, self.tiles)
+        mtp = None if self.mtp is None else self.mtp.padded(self.mtp.tiles)
+        return self._padded(layers, mtp, self.tiles)
 
-    def _padded(self, layers: tuple[LayerShape, ...], added: OuterPadding) -> "ModelShape":
+    def _padded(
+        self, layers: tuple[LayerShape, ...], mtp: LayerShape | None, added: OuterPadding
+    ) -> "ModelShape":
         embed, head, norm = added.embed, added.head, added.norm
         return replace(
             self,
             layers=layers,
+            mtp=mtp,
             embed_bytes=self.embed_bytes + embed.bytes,
             embed_values=self.embed_values + embed.values,
             embed_added=self.embed_added.plus(embed),
@@ -213,7 +222,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, packed: layers, experts, embedding, head and norm."""
+        """All weights that each token needs, packed: layers, experts, embedding, head and norm."""
         layers = sum(layer.core_bytes + layer.all_expert_bytes for layer in self.layers)
         return layers + self.norm_bytes + self.embed_bytes + self.head_bytes + self.lookup_bytes
 

@@ -44,6 +44,9 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
     wide = sum(prod(shape) for key, (shape, _) in outer.items() if not kept_in_f32(key, shape))
     rest = size(*list(outer))
     layers = [family.layer(dims, index) for index in range(dims.layers)]
+    mtp = None
+    if dims.mtp:
+        mtp = _layer_shape(dims, family.layer(dims, dims.layers), dims.layers, types)
     return ModelShape(
         name=name,
         architecture=dims.architecture,
@@ -63,6 +66,8 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         norm_matrix_values=wide,
         ffn_width=max(layer.ffn for layer in layers),
         staging_buffers=3 if family.keeps_embedding else 2,
+        mtp=mtp,
+        mtp_refused=dims.mtp_refused,
         side_values=dims.layers * dims.per_layer_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,

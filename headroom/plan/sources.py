@@ -125,12 +125,12 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
             raise ModelError(
                 f"{header.metadata.path} has no tensor {ours!r}, which its settings call for."
             )
-    all_layers = header.metadata.get_int(
-        "block_count"
-    )  # with extra layers that predict further ahead
+    # With extra layers that predict further ahead; safetensors do not count them.
+    all_layers = header.metadata.get_int("block_count")
     for name in left:
         layer = _LAYER.match(name)
-        extra_head = layer is not None and dims.layers <= int(layer[1]) < all_layers
+        behind = layer is not None and int(layer[1]) >= dims.layers
+        extra_head = behind and (family.has_mtp or int(layer[1]) < all_layers)
         tied_copy = dims.tied and name == "head"
         unused = family.leaves_out(name) or _FREQUENCIES.fullmatch(name)
         if not (extra_head or tied_copy or unused):

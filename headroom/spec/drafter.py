@@ -8,6 +8,10 @@ from headroom.options import Options
 from headroom.spec.draft import Draft
 from headroom.spec.network import NetworkDrafter
 from headroom.spec.ngram import NgramDrafter
+from headroom.split.pipeline import Pipeline
+
+# How often a guess of a prediction head is taken to be right before any was judged.
+MTP_CHANCE = 0.7
 
 
 class Guesser(Protocol):
@@ -34,10 +38,13 @@ class TextDrafter(Protocol):
 Drafter = TextDrafter | NetworkDrafter
 
 
-def open_drafter(options: Options) -> Drafter | None:
-    """Return the drafter that the options choose; None: tokens are generated one at a time."""
+def open_drafter(options: Options, pipeline: Pipeline) -> Drafter | None:
+    """Return the drafter that a plan's options choose; None: tokens come one at a time."""
     if not options.drafts:
         return None
+    if pipeline.has_draft_network:
+        assert options.draft is not None
+        return NetworkDrafter(options.draft, pipeline.guess, MTP_CHANCE)
     assert options.draft == NgramDrafter.name, "others are refused before anything is loaded"
     return NgramDrafter()
 

@@ -1,7 +1,9 @@
 """load_model(): loads the weights of one stage as planned, and builds its layers from them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from headroom.experts.cold import ColdExperts, StoredLayer
 from headroom.experts.cuda_ffn import CudaDenseAndExpertsFfn, CudaExpertsFfn, experts_fit
@@ -51,6 +53,7 @@ from headroom.layers.delta_net import DeltaNet
 from headroom.layers.features import StageFeatures
 from headroom.layers.guesses import Guesses, Keeper, KeptRows
 from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
+from headroom.layers.mtp import HiddenStates, MtpHead
 from headroom.layers.native_block import NativeBlock, refuses_native_block
 from headroom.layers.per_layer_inputs import LayerInputs, PerLayerInputs, PerLayerPart
 from headroom.layers.upload import open_upload
@@ -71,11 +74,13 @@ def load_model(
     count: Callable[[str, int], None],  # told the plan's line and the bytes of each allocation
     placement: ExpertPlacement | None = None,
     tap: RouterTap | None = None,
+    embedding: Embedding | None = None,
 ) -> Model:
     """Load the weights of one stage to its device of the plan and build its layers.
 
     `placement` says which experts are hot; without one the device holds all experts. `tap` records
-    or replaces the picks of all routers.
+    or replaces the picks of all routers. `embedding` is that of the first stage, which a prediction
+    head on a later one reads, too.
     """
     settings = device.settings
     torch_device = torch_name(device.name)
@@ -97,7 +102,7 @@ def load_model(
             tensors, physical_name(device.name), settings, count, config.norm_offset, upload
         )
         builder = _StageBuilder(config, source, plan, device, place, workspace, tap)
-        return builder.build(placement)
+        return builder.build(placement, embedding)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,10 +137,12 @@ class _StageBuilder:
         self._router_tap = tap
         self._tap: StageTap | None = None
         self._pages: dict[int, KvPages] = {}  # by the layer that owns the cache
-        self._states: list[RecurrentState] = []
+        self._states: list[torch.Tensor] = []  # [state slots, ...]
+        # Those of a draft network, beside those of the layers.
+        self._draft_pages: list[KvPages] = []
         self._keepers: list[Keeper] = []  # parts that have to know which guesses stay
 
-    def build(self, placement: ExpertPlacement | None) -> Model:
+    def build(self, placement: ExpertPlacement | None, embedding: Embedding | None) -> Model:
         """Load all weights, in the order in which a step uses them."""
         config, source = self._config, self._source
         first, last = self._device.layers
@@ -152,11 +159,18 @@ class _StageBuilder:
         if self._router_tap is not None and self._routing is not None:
             self._tap = self._router_tap.open(self._tap_site(self._routing))
         blocks = [self._build_layer(layer) for layer in layers]
+        own = None if table is None else Embedding(table, source.case, config.embed_scale)
+        head, network = None, None
+        if self._place.ends:
+            vocabulary, norm = self._load_vocabulary(table), self._final_norm()
+            head = self._head(norm, vocabulary)
+            if self._settings.mtp:
+                network = self._open_mtp_head(vocabulary, norm, own or embedding)
         caches = self._open_caches()
         return Model(
-            embedding=None if table is None else Embedding(table, source.case, config.embed_scale),
+            embedding=own,
             blocks=blocks,
-            head=self._load_head(table) if self._place.ends else None,
+            head=head,
             workspace=self._workspace,
             next_layer=last + 1,
             per_layer_inputs=self._per_layer_inputs,
@@ -165,9 +179,10 @@ class _StageBuilder:
             cold_experts=self._cold_experts,
             caches=caches,
             features=self._open_features(),
-            guesses=Guesses([*self._keepers, *self._pages.values()])
+            guesses=Guesses([*self._keepers, *self._pages.values(), *self._draft_pages])
             if self._settings.verify_rows
             else None,
+            draft_network=network,
         )
 
     def _open_features(self) -> StageFeatures | None:
@@ -185,7 +200,7 @@ class _StageBuilder:
         """Return the caches of all layers, with host memory for snapshots and pages."""
         settings = self._settings
         caches = StageCaches(
-            list(self._pages.values()),
+            [*self._pages.values(), *self._draft_pages],
             self._states,
             settings.snapshots,
             settings.host_pages,
@@ -205,15 +220,63 @@ class _StageBuilder:
         on_device = "embeddings" in self._device.allocated
         return embeddings.table("embed", pinned=not on_device)
 
-    def _load_head(self, table: Weight | None) -> Head:
-        """Load the final norm and the vocabulary matrix, which may be the token table."""
-        config, source = self._config, self._source
-        if config.tied:
-            vocabulary = source.at("", "head")("embed") if table is None else table
-        else:
-            vocabulary = source.at("", "head")("head")
-        norm = RmsNorm(source.norm("norm"), self._eps, source.case)
-        return Head(norm, vocabulary, source.case, config.softcap)
+    def _load_vocabulary(self, table: Weight | None) -> Weight:
+        """Load the vocabulary matrix, which may be the token table."""
+        if self._config.tied:
+            return self._source.at("", "head")("embed") if table is None else table
+        return self._source.at("", "head")("head")
+
+    def _final_norm(self) -> RmsNorm:
+        """Load the final norm."""
+        return RmsNorm(self._source.norm("norm"), self._eps, self._source.case)
+
+    def _head(self, norm: RmsNorm, vocabulary: Weight) -> Head:
+        return Head(norm, vocabulary, self._source.case, self._config.softcap)
+
+    def _open_mtp_head(
+        self, vocabulary: Weight, final_norm: RmsNorm, embedding: Embedding | None
+    ) -> MtpHead:
+        """Load the layer that predicts further ahead, and allocate what it keeps of sequences."""
+        config, settings, device = self._config, self._settings, self._source.case.torch_device
+        assert config.mtp is not None
+        assert isinstance(config.mtp.mixer, AttentionConfig)
+        assert embedding is not None, "all stages are in this process"
+        count = self._source.count
+        get = replace(
+            self._source.at(f"layers.{len(config.layers)}."),
+            count=lambda line, size_bytes: count("draft_weights", size_bytes),
+        )
+        pages = allocate_kv(config.mtp.mixer, settings, device, drafts=True)
+        states = HiddenStates(settings, config.hidden, device)
+        self._source.count("draft_kv", pages.nbytes)
+        self._source.count("draft_state", states.nbytes)
+        head = MtpHead(
+            get,
+            self._eps,
+            embedding=embedding,
+            final_norm=final_norm,
+            head=self._head(RmsNorm(get.norm("mtp.norm"), self._eps, get.case), vocabulary),
+            attention=Attention(config.mtp.mixer, self._eps, get, pages),
+            ffn=self._mtp_ffn(config.mtp, get),
+            pages=pages,
+            states=states,
+            logits_for=self._workspace.logits_for,
+        )
+        self._draft_pages.append(pages)
+        self._states.append(states.last)
+        self._keepers.append(head)
+        return head
+
+    def _mtp_ffn(self, layer: LayerConfig, get: WeightSource) -> Ffn:
+        """Build the feed-forward part of the layer that predicts further ahead.
+
+        Choices of its experts are counted apart: they say nothing of the experts of other layers.
+        """
+        experts = layer.experts
+        if experts is None:
+            return Mlp(get, _dense(layer).activation)
+        counts = RoutingStats(1, experts.experts, get.case.torch_device).of_layer(0).decode
+        return ExpertsFfn(experts, get, counts, self._workspace.scratch)
 
     def _open_cold_experts(self, layers: list[_Layer], placement: ExpertPlacement) -> ColdExperts:
         """Allocate memory for the experts of all layers, hot and cold."""
@@ -398,7 +461,7 @@ class _StageBuilder:
     def _state(self, mixer: DeltaNetConfig, get: WeightSource) -> RecurrentState:
         state = allocate_state(mixer, self._settings, get.case.torch_device)
         get.count("recurrent_state", state.nbytes)
-        self._states.append(state)
+        self._states += (state.memory, state.inputs)
         return state
 
     def _kept_rows(self, mixer: DeltaNetConfig, get: WeightSource) -> KeptRows | None:

@@ -22,6 +22,7 @@ from headroom.kernels.cuda.sizes import DECODE_ROWS
 from headroom.kernels.native.module import MISSING, MODULE, POOL
 from headroom.layers.draws import DeviceSampler
 from headroom.layers.features import ModelFeatures, StageFeatures
+from headroom.layers.modules import Embedding
 from headroom.machine.devices import physical_name, torch_name
 from headroom.machine.drivers import gpu_holders
 from headroom.machine.readiness import out_of_memory
@@ -46,7 +47,10 @@ log = logging.getLogger(__name__)
 STEPS_AT_ONCE = 2  # steps that the stages of one process work on, if they are on several devices
 TIMED_HANDOVERS = 5  # copies that are timed after loading
 # The plan's lines that hold tensors of the checkpoint.
-WEIGHT_LINES = ("core_weights", "embeddings", "head", "hot_experts", "cold_experts")
+WEIGHT_LINES = (
+    *("core_weights", "embeddings", "head", "hot_experts", "cold_experts"),
+    "draft_weights",
+)
 
 
 def start_pipeline(
@@ -69,7 +73,8 @@ def start_pipeline(
     memory = {device: StageMemory(lines, Counter()) for device, lines in _host_lines(plan).items()}
     memory |= {device.name: StageMemory(device.allocated, Counter()) for device in devices}
     held_before = {device.name: held_already(device.name) for device in devices}
-    loaded, times = [], LoadTimes()
+    loaded: list[Model] = []
+    times = LoadTimes()
     told = _Progress(devices, progress, plan.host.lines)
     for device in devices:
         warn_of_slow_kernels(physical_name(device.name))
@@ -78,7 +83,8 @@ def start_pipeline(
         # A device without cold experts gets no placement: it holds all experts of its layers.
         own = placement if device.hot_experts < device.total_experts else None
         allocated = memory[device.name].allocated
-        part, own_times = _load(plan, device, model, own, tap, count, allocated)
+        embedding = loaded[0].embedding if loaded else None
+        part, own_times = _load(plan, device, model, own, tap, count, allocated, embedding)
         loaded.append(part)
         times = times.plus(own_times)
     told.end()
@@ -299,6 +305,7 @@ def _load(
     tap: RouterTap | None,
     count: Callable[[str, int], None],
     allocated: Mapping[str, int],  # what `count` has counted on the device
+    embedding: Embedding | None = None,  # of the first stage
 ) -> tuple[Model, LoadTimes]:
     """Load a device's layers; log how long that took."""
     loaded_bytes = 0
@@ -314,7 +321,9 @@ def _load(
         count("core_weights", 0)  # shows that the load has begun
         started = time.perf_counter()  # after CUDA has started
         tensors = model.checkpoint.tensors
-        loaded = load_model(model.config, tensors, plan, device, count_weights, placement, tap)
+        loaded = load_model(
+            model.config, tensors, plan, device, count_weights, placement, tap, embedding
+        )
         times = LoadTimes(loaded_bytes, time.perf_counter() - started)
     size, speed = gib(times.weights_bytes), times.bytes_per_s / 1e9
     log.info("load: %s on %s in %.1f s (%.1f GB/s)", size, device.name, times.weights_s, speed)

@@ -59,7 +59,7 @@ class Model:
         guesses: Guesses | None = None,
         draft_network: DraftNetwork | None = None,
     ) -> None:
-        self._embedding = embedding
+        self.embedding = embedding
         self._blocks = self._layers = blocks
         self.features = features  # the output rows of some layers; None: nobody asked for any
         if features is not None:
@@ -134,10 +134,10 @@ class Model:
     def _first_rows(self, batch: Batch) -> torch.Tensor:
         """Return the residual stream before the stage's first layer."""
         stream, received = self._workspace.stream[: len(batch.tokens)], self._workspace.received
-        if self._embedding is None:
+        if self.embedding is None:
             return stream if received is None else stream.copy_(received[: len(stream)])
         started = time.perf_counter()
-        x = self._embedding(batch.tokens, stream)
+        x = self.embedding(batch.tokens, stream)
         if isinstance(self._per_layer_inputs, PerLayerInputs):
             # A copy, because the first layer may change the stream in place.
             embedded = self._workspace.embedded[: len(x)].copy_(x)

@@ -101,7 +101,7 @@ def test_heads_that_do_not_share_evenly_are_refused(tmp_path: Path) -> None:
         _check_states(opened, changed)
 
 
-def test_layers_that_predict_further_ahead_are_skipped_with_a_log_line(
+def test_a_layer_that_predicts_ahead_and_lacks_tensors_is_skipped_with_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = tmp_path / "plain.gguf"
@@ -109,7 +109,8 @@ def test_layers_that_predict_further_ahead_are_skipped_with_a_log_line(
     with caplog.at_level(logging.INFO):
         skipping = open_checkpoint(with_extra_layer(plain, tmp_path / "extra.gguf"))
         assert len(describe(skipping).config.layers) == 8
-    assert "1 layers that predict further ahead are not used" in caplog.text
+    told = "the prediction head (MTP) is not used: it has no tensor layers.8.mtp.hidden_norm"
+    assert told in caplog.text
     expected = run_steps(open_checkpoint(plain), [PROMPT[:20]], [[20]])[0]
     assert torch.equal(run_steps(skipping, [PROMPT[:20]], [[20]])[0], expected)
 

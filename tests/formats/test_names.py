@@ -3,7 +3,14 @@
 import pytest
 
 from headroom.families.registry import NAMINGS
-from headroom.formats.names import LAYER_NAMES, MODEL_NAMES, Naming, canonical_name, find_naming
+from headroom.formats.names import (
+    LAYER_NAMES,
+    MODEL_NAMES,
+    Naming,
+    canonical_name,
+    find_naming,
+    safetensors_name,
+)
 
 LLAMA = Naming(architecture="llama")
 
@@ -69,6 +76,26 @@ def test_an_architecture_may_name_a_tensor_differently() -> None:
     name = "blk.1.post_attention_norm.weight"
     assert canonical_name(name, NAMINGS["qwen35"], "gguf") == "layers.1.ffn.norm"
     assert canonical_name(name, LLAMA, "gguf") == name
+
+
+@pytest.mark.parametrize(
+    ("theirs", "gguf", "ours"),
+    [
+        ("mtp.fc", "blk.40.nextn.eh_proj", "layers.40.mtp.proj"),
+        ("mtp.norm", "blk.40.nextn.shared_head_norm", "layers.40.mtp.norm"),
+        ("mtp.layers.0.self_attn.q_proj", "blk.40.attn_q", "layers.40.attn.q"),
+        ("model.mtp.layers.0.mlp.gate", "blk.40.ffn_gate_inp", "layers.40.ffn.router"),
+        ("model.layers.39.self_attn.q_proj", "blk.39.attn_q", "layers.39.attn.q"),
+        ("model.norm", "output_norm", "norm"),
+    ],
+)
+def test_a_layer_that_predicts_ahead_is_counted_behind_the_others_in_both_formats(
+    theirs: str, gguf: str, ours: str
+) -> None:
+    naming = NAMINGS["qwen35moe"]
+    assert canonical_name(f"{theirs}.weight", naming, "safetensors", 40) == ours
+    assert canonical_name(f"{gguf}.weight", naming, "gguf") == ours
+    assert safetensors_name(f"{gguf}.weight", naming, 40) == theirs.removeprefix("model.")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ from transformers import PreTrainedModel
 
 from headroom.engine.request import SamplingParams
 from headroom.families.files import open_checkpoint
+from headroom.families.synth.recipe import cut, find_recipe, with_mtp
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf as synthesise
 from headroom.kernels.native import attention as native_attention
 from headroom.kernels.native.layer import Step
 from headroom.kernels.native.module import MODULE, POOL
@@ -331,3 +336,43 @@ def test_pinned_threads_stay_on_cores_that_this_process_may_use(tiny_path: Path)
             break
     set_threads(1)
     assert cores == expected
+
+
+@pytest.mark.parametrize("weights", ["packed", "unpacked"])
+@pytest.mark.parametrize("device", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
+def test_planned_equals_allocated_for_a_model_with_a_prediction_head(
+    tmp_path: Path, family: str, device: str, weights: str
+) -> None:
+    path, recipe = tmp_path / "m.gguf", with_mtp(find_recipe(family, "tiny"))
+    synthesise(Source(replace(recipe, dims=cut(recipe.dims, 4)), 3), path, "q4_k_m")
+    unpacks = weights == "unpacked" and family == "qwen35"
+    plan, allocated = plan_and_load(
+        path,
+        context=256,
+        parallel=3,
+        draft_tokens=3,
+        kv_type="q8_0",
+        cache_ram="2MiB",
+        device=device,
+        weights="unpacked" if unpacks else "auto",
+    )
+    expected = Counter(planned_of_all(plan))
+    assert allocated == expected
+    assert plan.problem.options.draft == "mtp"
+    # A page for each sequence beside those that the engine lends, 2 heads of 64 values twice.
+    pages = plan.settings.pages + 3
+    assert allocated["draft_kv"] == pages * 64 * 2 * 2 * 2 * 34
+    assert allocated["draft_state"] == (3 + 12) * 256 * 4
+    without, _ = plan_and_load(
+        path, context=256, parallel=3, kv_type="q8_0", cache_ram="2MiB", draft="none"
+    )
+    assert not {"draft_weights", "draft_kv", "draft_state"} & planned(without).keys()
+
+
+def planned_of_all(plan: Plan) -> dict[str, int]:
+    """The planned bytes by line, of all devices together."""
+    total: Counter[str] = Counter()
+    for device in plan.devices:
+        total.update({name: size for name, size in device.allocated.items() if size})
+    return dict(total)

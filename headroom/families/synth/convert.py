@@ -4,14 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headroom.families.dims import Dims
-from headroom.families.family import Family
 from headroom.families.registry import find_family
 from headroom.families.synth.blocks import as_plain
 from headroom.families.synth.values import Source
 from headroom.families.tables import tensor_table
 from headroom.families.tensors import inner_name
 from headroom.formats.gguf_writer import TensorEntry
-from headroom.formats.names import safetensors_name
+from headroom.formats.names import MTP_PREFIX, safetensors_name
 from headroom.formats.quants import QuantType
 from headroom.formats.writing import Job
 
@@ -34,10 +33,10 @@ def safetensors_table(dims: Dims, quant: QuantType) -> Iterator[tuple[TensorEntr
             continue
         if len(shape) == 3 and not layout.stacked_experts:
             for expert in range(shape[0]):
-                theirs = _name(name, family, expert)
+                theirs = _name(name, dims, expert)
                 yield TensorEntry(theirs, shape[1:], quant), Origin(name, shape, expert)
             continue
-        entry = TensorEntry(_name(name, family), layout.shape(_part(name), shape), quant)
+        entry = TensorEntry(_name(name, dims), layout.shape(_part(name), shape), quant)
         yield entry, Origin(name, shape)
 
 
@@ -55,12 +54,14 @@ def safetensors_jobs(source: Source, entry: TensorEntry, origin: Origin) -> Iter
 
 
 def _part(name: str) -> str:
-    return inner_name(name).split(".")[0]
+    return inner_name(name).removesuffix(".weight").removesuffix(".bias")
 
 
-def _name(name: str, family: Family, expert: int | None = None) -> str:
+def _name(name: str, dims: Dims, expert: int | None = None) -> str:
+    family = find_family(dims.architecture)
     layout = family.synthesis.layout
-    theirs = safetensors_name(name, family.naming, expert)
+    theirs = safetensors_name(name, family.naming, dims.layers, expert)
     if not theirs.endswith(layout.bare):
         theirs += ".weight"
-    return theirs if theirs == "lm_head.weight" else layout.prefix + theirs
+    at_root = theirs == "lm_head.weight" or theirs.startswith(MTP_PREFIX)
+    return theirs if at_root else layout.prefix + theirs

@@ -55,6 +55,11 @@ def read_recipe(family: str, config: Path, layers: int = 0) -> Recipe:
     return synthesis.from_config(recipe, metadata)
 
 
+def with_mtp(recipe: Recipe) -> Recipe:
+    """Return the recipe of the model with a layer that predicts further ahead."""
+    return replace(recipe, dims=replace(recipe.dims, mtp=True))
+
+
 def cut(dims: Dims, layers: int) -> Dims:
     """Return a model's first layers; 0 means all.
 

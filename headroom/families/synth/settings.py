@@ -45,7 +45,7 @@ def gguf_keys(synthesis: Synthesis, recipe: Recipe) -> Json:
     """Return a model's own GGUF keys, each with the architecture before it."""
     dims = recipe.dims
     values: Json = {
-        "block_count": dims.layers,
+        "block_count": dims.layers + dims.mtp,
         "context_length": dims.context,
         "embedding_length": dims.hidden,
         "attention.head_count": dims.heads,
@@ -55,6 +55,8 @@ def gguf_keys(synthesis: Synthesis, recipe: Recipe) -> Json:
         "attention.layer_norm_rms_epsilon": recipe.eps,
         "rope.freq_base": recipe.theta,
     }
+    if dims.mtp:
+        values["nextn_predict_layers"] = 1
     if dims.ffn:
         values["feed_forward_length"] = list(dims.ffn_by_layer) or dims.ffn
     if dims.experts:

@@ -221,16 +221,32 @@ def _kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _draft_kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    if (mtp := _mtp(place)) is not None:
+        yield from _cache([mtp], place.settings, place.settings.draft_pages)
+        return
     yield from _cache(_draft(plan).layers, place.settings)
 
 
-def _cache(layers: Sequence[LayerShape], settings: PlanSettings) -> Iterator[Term]:
+def _draft_state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    row = Factor(place.model.hidden, "value"), Factor(F32_BYTES, "byte")
+    yield Term((Factor(place.settings.parallel, "sequence"), *row))
+    yield Term((Factor(place.settings.verify_rows, "row"), *row), "of a step with guesses")
+
+
+def _mtp(place: Place) -> LayerShape | None:
+    """Return the layer that predicts further ahead, if it guesses."""
+    return place.model.mtp if place.settings.mtp else None
+
+
+def _cache(
+    layers: Sequence[LayerShape], settings: PlanSettings, lent: int | None = None
+) -> Iterator[Term]:
     sizes: Counter[tuple[str, int, int, int, int]] = Counter()
     for layer in layers:
         if layer.kind == "recurrent" or not layer.owns_kv or not layer.kv_heads:
             continue
         window = layer.kind == "window"
-        pages = settings.window_pages(layer.window) if window else settings.pages
+        pages = settings.window_pages(layer.window) if window else lent or settings.pages
         key = (KINDS[layer.kind], pages, layer.kv_heads, layer.key_dim, layer.value_dim)
         sizes[key] += 1
     for (kind, pages, heads, key_dim, value_dim), count in sizes.items():
@@ -311,6 +327,11 @@ def _draft(plan: Plan) -> ModelShape:
 
 
 def _draft_weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    if (mtp := _mtp(place)) is not None:
+        if mtp.experts:
+            yield Term((Factor(mtp.experts, "expert"), Factor(mtp.expert_bytes, "byte")))
+        yield plain_term(line.bytes - mtp.all_expert_bytes, "of the layer besides experts")
+        return
     draft = _draft(plan)
     for size, count in Counter(layer.core_bytes for layer in draft.layers).items():
         yield Term((Factor(count, "layer"), Factor(size, "byte")))
@@ -377,6 +398,7 @@ TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
     "logits": _logits,
     "draft_weights": _draft_weights,
     "draft_kv": _draft_kv,
+    "draft_state": _draft_state,
     "features": _features,
     "feature_ring": _feature_ring,
     "snapshots": _snapshots,

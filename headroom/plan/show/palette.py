@@ -14,7 +14,7 @@ class LineLook:
 
 
 FREE_LETTER = "."
-OTHER_LETTERS = "bijq"  # for lines without a look of their own
+OTHER_LETTERS = "bij"  # for lines without a look of their own
 LOOKS = {
     "core_weights": LineLook("w", "blue", "#3b6fb5", "core weights"),
     "head": LineLook("o", "bright_blue", "#6f97d6", "head"),
@@ -33,6 +33,7 @@ LOOKS = {
     "logits": LineLook("l", "yellow", "#ec9a6e", "logits"),
     "draft_weights": LineLook("d", "magenta", "#8a56ac", "draft weights"),
     "draft_kv": LineLook("y", "bright_magenta", "#b183c9", "draft KV cache"),
+    "draft_state": LineLook("q", "magenta", "#9d6fc0", "draft state"),
     "features": LineLook("m", "bright_magenta", "#e0c9ec", "features"),
     "feature_ring": LineLook("f", "magenta", "#cfaede", "feature ring"),
     "graphs": LineLook("g", "white", "#7f8794", "graphs"),
