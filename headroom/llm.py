@@ -136,6 +136,9 @@ def open_engine(
         files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
         chosen = plan.problem.options  # with the drafter of a file that has one
         drafter = drafter or open_drafter(chosen, pipeline)  # guesses tokens ahead
+        if drafter is not None:
+            most = plan.settings.draft_tokens
+            log.info("draft: %s guesses up to %d tokens at a time", drafter.name, most)
         engine = Engine(
             *(pipeline, plan.settings, options.queue, upkeep, files, drafter),
             draft_always=options.draft_always,

@@ -18,7 +18,7 @@ from headroom.formats.json_files import check_folder, check_replaceable
 from headroom.machine.catalogue import catalogue_devices
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.targets import plan_devices
-from headroom.options import OFF, Options
+from headroom.options import MTP, OFF, Options
 from headroom.plan.alternatives import alternatives
 from headroom.plan.known import known_shape
 from headroom.plan.plan import DoesNotFitError, Plan, make_plan
@@ -237,7 +237,7 @@ def show_repository(
 def find_plan_source(options: Options) -> PlanSource:
     """Return the model that a plan is for; the default model is downloaded if it is missing."""
     if is_known(options.model):
-        return PlanSource(known_shape(options.model))
+        return PlanSource(known_shape(options.model, mtp=options.draft == MTP))
     # Readers of files import numpy, which plans of built-in models do not need.
     from headroom.cli.loading import is_default, ready_model, refuse_synth
     from headroom.plan.sources import find_source

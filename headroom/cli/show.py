@@ -85,8 +85,8 @@ def describe_model(path: Path, home: Path, *, read_whole: bool) -> dict[str, Any
     }
 
 
-def prediction_text(facts: dict[str, Any]) -> str:
-    """Return whether a file has a prediction head (MTP), and why it does not run."""
+def head_text(facts: dict[str, Any]) -> str:
+    """Return whether a file has a prediction head (MTP), or why it does not run."""
     if refused := facts["prediction_head_refused"]:
         return f"not used: {refused}"
     return "yes, for --draft mtp" if facts["prediction_head"] else "no"
@@ -124,7 +124,7 @@ def fact_texts(facts: dict[str, Any]) -> dict[str, str]:
         "context": f"{facts['context']:,} tokens" if facts["context"] else "-",
         **ability_texts(facts),
         "fills in": "yes" if facts["fills_in"] else "no",
-        "prediction head": prediction_text(facts),
+        "MTP head": head_text(facts),
         "licence": facts["licence"] or "the files do not say",
         "file": facts["path"],
         "size": gib(facts["size_bytes"]),

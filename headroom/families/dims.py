@@ -132,13 +132,18 @@ class Facts:
         return self.header.metadata.get_bool(key, False)
 
     def entries(self, key: str, count: int) -> Sequence[Any] | None:
-        """Return a list of one entry for each layer, or None where the key is not set."""
+        """Return a list of one entry for each layer, or None where the key is not set.
+
+        A file's list may also have entries for layers that predict further ahead.
+        """
         value = self.header.metadata.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
+        if not isinstance(value, Sequence) or isinstance(value, str):
             raise self.wrong(f"{key} is not a list of {count} entries")
-        return value
+        if len(value) not in (count, max(count, self.size("block_count"))):
+            raise self.wrong(f"{key} is not a list of {count} entries")
+        return value[:count]
 
     def checked(self, key: str, value: object, least: int = 1) -> int:
         """Return a number that is whole and in range."""

@@ -122,9 +122,9 @@ def safetensors_name(name: str, naming: Naming, layers: int, expert: int | None 
     layer = _OUR_LAYER.match(ours)
     before, rest = (layer[0], ours[layer.end() :]) if layer else ("", ours)
     if layer is not None and (ahead := int(layer[1]) - layers) >= 0:
-        for known, _, theirs in naming.mtp_names:
+        for known, _, name_there in naming.mtp_names:
             if rest == known:
-                return MTP_PREFIX + theirs
+                return MTP_PREFIX + name_there
         before = f"{MTP_PREFIX}layers.{ahead}."
     if expert is not None:
         rest = rest.replace(".experts.", ".experts.{e}.")

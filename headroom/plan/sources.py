@@ -21,7 +21,7 @@ from headroom.formats.header import ModelHeader
 from headroom.formats.hub import find_model, is_on_disk, list_files
 from headroom.formats.hub_names import HubName, choose_file, first_files, parse_hub_name
 from headroom.formats.mixes import MIXES, find_mix
-from headroom.formats.names import canonical_name
+from headroom.formats.names import MTP_PREFIX, canonical_name
 from headroom.formats.quants import QuantType
 from headroom.formats.remote import MissingFileError, read_hub, read_remote
 from headroom.formats.tensor import TensorInfo
@@ -127,10 +127,10 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
             )
     # With extra layers that predict further ahead; safetensors do not count them.
     all_layers = header.metadata.get_int("block_count")
-    for name in left:
+    for name, info in left.items():
         layer = _LAYER.match(name)
-        behind = layer is not None and int(layer[1]) >= dims.layers
-        extra_head = behind and (family.has_mtp or int(layer[1]) < all_layers)
+        number = -1 if layer is None else int(layer[1])
+        extra_head = number >= dims.layers and (number < all_layers or MTP_PREFIX in info.name)
         tied_copy = dims.tied and name == "head"
         unused = family.leaves_out(name) or _FREQUENCIES.fullmatch(name)
         if not (extra_head or tied_copy or unused):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headroom.cli.main import run_command
-from headroom.cli.show import counted_parameters
+from headroom.cli.show import counted_parameters, head_text
 
 
 def test_json_has_what_the_file_says(
@@ -56,6 +56,19 @@ def test_people_see_one_row_for_each_fact(
     assert rows["context"] == "8,192 tokens"
     assert rows["licence"] == "apache-2.0"
     assert rows["sha256"].startswith("b179c9523d0e6a0f98a330c7562b6827")
+
+
+def test_a_prediction_head_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, found in (([], False), (["--mtp"], True)):
+        path = tmp_path / f"{len(flags)}.gguf"
+        assert run_command(["synth", "qwen35", str(path), "--layers", "4", *flags]) == 0
+        capsys.readouterr()
+        assert run_command(["show", str(path), "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert (facts["prediction_head"], facts["prediction_head_refused"]) == (found, None)
+    facts["prediction_head_refused"] = "it has no tensor layers.4.mtp.proj"
+    assert head_text(facts) == "not used: it has no tensor layers.4.mtp.proj"
+    assert head_text(facts | {"prediction_head_refused": None}) == "yes, for --draft mtp"
 
 
 def test_a_model_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headroom.cli.main import run_command
@@ -18,6 +19,25 @@ def test_a_file_is_written_and_planned(tmp_path: Path, capsys: pytest.CaptureFix
     assert open_checkpoint(out).metadata.get_int("block_count") == 4
     assert run_command(["plan", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+@pytest.mark.parametrize("family", ["qwen35", "qwen35moe"])
+def test_a_prediction_head_is_the_same_in_both_formats(family: str, tmp_path: Path) -> None:
+    flags = ["--layers", "4", "--mtp", "--quant", "F32"]
+    folder, file = tmp_path / "folder", tmp_path / "m.gguf"
+    assert run_command(["synth", family, str(file), *flags]) == 0
+    assert run_command(["synth", family, str(folder), *flags, "--format", "safetensors"]) == 0
+    one, other = open_checkpoint(file), open_checkpoint(folder)
+    assert one.metadata.get_int("block_count") == 5
+    assert one.metadata.get_int("nextn_predict_layers") == 1
+    assert other.metadata.get_int("hf.mtp_num_hidden_layers") == 1
+    assert other.tensors["layers.4.mtp.proj"].name == "mtp.fc.weight"
+    for name in ("mtp.proj", "attn.q", "attn.k_norm", "mtp.hidden_norm"):
+        first, second = (x.tensors[f"layers.4.{name}"] for x in (one, other))
+        values = [np.frombuffer(x.data(), np.float32) for x in (first, second)]
+        # Safetensors hold the weights of norms less one.
+        added = 1 if name.endswith("norm") else 0
+        np.testing.assert_allclose(values[0], values[1] + added, atol=1e-6)
 
 
 def test_what_is_there_is_replaced_only_by_force(
@@ -54,6 +74,10 @@ def test_a_config_gives_the_dimensions(tmp_path: Path) -> None:
         (
             ["llama", "x", "--format", "safetensors", "--quant", "q8_0"],
             "Safetensors do not hold Q8_0. Choose F32, F16, BF16.",
+        ),
+        (
+            ["qwen3", "x", "--mtp"],
+            "qwen3 models have no prediction heads. Families: qwen35, qwen35moe.",
         ),
         (
             ["llama", "x", "--size", "smollm2-135m", "--config", "c.json"],

@@ -14,6 +14,7 @@ from headroom.families.dims import (
     Facts,
     common_dims,
     expert_dims,
+    mtp_dims,
     named_kinds,
     pattern,
     window_flags,
@@ -74,6 +75,49 @@ def test_layers_that_predict_further_ahead_are_not_counted() -> None:
         with pytest.raises(ModelError, match=f"layers, not 1 to {MAX_LAYERS}"):
             _ = found.layers
     assert facts(block_count=MAX_LAYERS).layers == MAX_LAYERS
+
+
+def test_lists_may_have_entries_for_layers_that_predict_further_ahead() -> None:
+    found = facts(block_count=5, nextn_predict_layers=1, flags=[1, 0, 1, 0, 1])
+    assert found.entries("flags", found.layers) == [1, 0, 1, 0]
+    found = facts(block_count=5, nextn_predict_layers=1, flags=[1, 0, 1, 0])
+    assert found.entries("flags", found.layers) == [1, 0, 1, 0]
+
+
+HEAD = {"layers.4.mtp.proj": (8, 16), "layers.4.attn.q": (8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "expected"),
+    [
+        (HEAD, {"block_count": 5, "nextn_predict_layers": 1}, (True, "")),
+        (HEAD, {"block_count": 4, "hf__mtp_num_hidden_layers": 1}, (True, "")),
+        # Settings without tensors promise what transformers has dropped, or what nobody has seen.
+        ({"norm": (8,)}, {"block_count": 4, "hf__mtp_num_hidden_layers": 1}, (False, "")),
+        ({}, {"block_count": 4, "hf__mtp_num_hidden_layers": 1}, (True, "")),
+        (HEAD, {"block_count": 5}, (False, "")),
+        (
+            HEAD,
+            {"block_count": 6, "nextn_predict_layers": 2},
+            (False, "there are 2 of them, and one is supported"),
+        ),
+        (
+            {"layers.4.mtp.proj": (8, 16)},
+            {"block_count": 5, "nextn_predict_layers": 1},
+            (False, "it has no tensor layers.4.attn.q"),
+        ),
+        (
+            HEAD | {"layers.4.mtp.embed": (96, 8)},
+            {"block_count": 5, "nextn_predict_layers": 1},
+            (False, "it has an embedding or a head of its own, layers.4.mtp.embed"),
+        ),
+    ],
+)
+def test_a_prediction_head_is_found_by_settings_and_tensors(
+    tensors: dict[str, tuple[int, ...]], settings: dict[str, int], expected: tuple[bool, str]
+) -> None:
+    found = mtp_dims(facts(tensors, **settings), ("mtp.proj", "attn.q"))
+    assert (found.get("mtp", False), found.get("mtp_refused", "")) == expected
 
 
 @pytest.mark.parametrize(

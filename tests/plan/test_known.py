@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -185,3 +186,14 @@ def test_planning_the_35b_imports_no_torch() -> None:
     command = [sys.executable, "-c", program]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert out == ["True", "False"]
+
+
+def test_a_known_model_is_planned_with_a_prediction_head_if_one_is_asked_for() -> None:
+    plain, ahead = (known_shape("qwen3.6-27b", mtp=mtp) for mtp in (False, True))
+    assert plain.mtp is None
+    assert ahead.mtp is not None
+    # One layer of full attention as every fourth one, a matrix that joins two rows, three norms.
+    (full, *_) = [layer for layer in ahead.layers if layer.kind == "full"]
+    assert ahead.mtp.core_values == full.core_values + 2 * 5120 * 5120 + 3 * 5120
+    assert replace(ahead, mtp=None) == plain
+    assert known_shape("qwen3-0.6b", mtp=True).mtp is None
