@@ -404,3 +404,20 @@ def test_an_error_of_the_tokenizer_library_is_cut(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="is not a tokenizer file") as caught:
         Tokenizer.from_file(path, {})
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("setting", [None, True, False])
+def test_a_file_says_whether_a_blank_is_put_before_a_text(
+    smollm2_path: Path, setting: bool | None
+) -> None:
+    """Files without the setting are old ones, whose tokenizers add the blank."""
+    checkpoint = open_checkpoint(smollm2_path)
+    values = {} if setting is None else {"tokenizer.ggml.add_space_prefix": setting}
+    metadata = replace(checkpoint.metadata, values=values)
+    vocabulary = sentencepiece_vocabulary()
+    tokenizer = Tokenizer.from_checkpoint(
+        replace(checkpoint, metadata=metadata, vocabulary=vocabulary)
+    )
+    (token,) = tokenizer.encode("hello", add_bos=False)
+    assert vocabulary.tokens[token] == ("hello" if setting is False else "▁hello")
+    assert tokenizer.drops_blank == (setting is not False)
