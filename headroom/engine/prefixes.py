@@ -33,6 +33,8 @@ class PrefixCounts:
     evicted_pages: int
     evicted_snapshots: int
     host_pages: int = 0  # in host memory
+    idle_bytes: int = 0  # of the idle pages
+    host_bytes: int = 0  # of pages in host memory and of snapshots
     demoted_pages: int = 0  # moved to host memory
     promoted_pages: int = 0  # copied back to the devices
     files: int = 0  # that fit these caches
@@ -78,7 +80,7 @@ class Prefixes:
         self._pool = pool
         self._host = HostPages(settings.host_pages if self.works else 0, mover.save_page)
         self._cache = PrefixCache(pool, self._page_size, slots, self._host)
-        self._page_bytes = page_bytes
+        self._page_bytes, self._snapshot_bytes = page_bytes, snapshot_bytes
         tier = HostTier(self._host.total * page_bytes, (slots or 0) * snapshot_bytes)
         self.host_pressure = HostPressure(self._cache, mover, tier)
         self._logits = torch.empty(0, 0) if logits is None else logits
@@ -100,6 +102,8 @@ class Prefixes:
             evicted_pages=cache.evicted_pages,
             evicted_snapshots=cache.evicted_snapshots,
             host_pages=self._host.used,
+            idle_bytes=self._pool.idle * self._page_bytes,
+            host_bytes=self._host.used * self._page_bytes + cache.snapshots * self._snapshot_bytes,
             demoted_pages=cache.demoted_pages,
             promoted_pages=self._promoted,
             files=0 if disk is None else disk.files,

@@ -64,7 +64,6 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         "prefix_snapshots": ("Snapshots of states and windows", stats.prefixes.snapshots),
         "prefix_host_pages": ("Pages of prefixes in host memory", stats.prefixes.host_pages),
         "prefix_files": ("Files of prefixes that the model can read", stats.prefixes.files),
-        "prefix_file_bytes": ("Bytes of all files of prefixes", stats.prefixes.file_bytes),
     }
     counters: dict[str, tuple[str, float]] = {
         "prompt_tokens": ("Prompt tokens computed", stats.prompt_tokens),
@@ -92,6 +91,17 @@ def engine_metrics(stats: EngineStats, label: Mapping[str, str]) -> Iterable[Met
         counter = CounterMetricFamily(f"headroom_{name}", text, labels=names)
         counter.add_metric(values, value)
         yield counter
+    kept = GaugeMetricFamily(
+        "headroom_prefix_bytes", "Bytes of kept prefixes, by tier", labels=[*names, "tier"]
+    )
+    prefixes = stats.prefixes
+    for tier, size in (
+        ("device", prefixes.idle_bytes),
+        ("host", prefixes.host_bytes),
+        ("disk", prefixes.file_bytes),
+    ):
+        kept.add_metric([*values, tier], size)
+    yield kept
     by_device = [*names, "device"]
     planned = GaugeMetricFamily(
         "headroom_memory_planned_bytes",

@@ -25,8 +25,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory, keys: Path) -> Iterator[httpx.Client]:
-    folder = tmp_path_factory.mktemp("cache")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path, keys: Path) -> Iterator[httpx.Client]:
     path = write_model("qwen35", "q8_0", folder, few_layers=True)
     options = Options(
         port=0,
@@ -89,6 +93,26 @@ def test_each_key_lists_and_forgets_its_own_prompts(client: httpx.Client) -> Non
     assert listed(client, "bob", "device")
     assert ask(client, "ann", PROMPT) == 0
     assert ask(client, "bob", PROMPT + "More.") > 0
+
+
+def test_metrics_tell_the_bytes_of_each_tier(client: httpx.Client, folder: Path) -> None:
+    ask(client, "ann", PROMPT)
+    disk: list[float] = []
+    for _ in range(200):  # until nothing is being written
+        lines = client.get("/metrics", headers=headers("ann")).text.splitlines()
+        values = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        told = {name: float(value) for name, _, value in values}
+        tiers = {
+            x: told[f'headroom_prefix_bytes{{tier="{x}"}}'] for x in ("device", "host", "disk")
+        }
+        disk = [path.stat().st_size for path in (folder / "prefixes").glob("*.prefix")]
+        if disk and tiers["disk"] == sum(disk):
+            break
+    assert tiers["disk"] == sum(disk) > 0
+    (entry, *_) = listed(client, "ann", "device")
+    assert tiers["device"] >= entry["bytes"]
+    assert tiers["host"] > 0
+    assert tiers["host"] % told["headroom_prefix_snapshots"] == 0
 
 
 def test_the_list_needs_a_key(client: httpx.Client) -> None:
