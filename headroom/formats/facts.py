@@ -37,7 +37,7 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     tensors = checkpoint.tensors.values()
     sizes: Counter[str] = Counter()
     for tensor in tensors:
-        sizes[str(tensor.quant)] += tensor.nbytes
+        sizes[tensor.stored_type] += tensor.stored_bytes
     parameters = sum(prod(tensor.shape) for tensor in tensors)
     metadata = checkpoint.metadata
     return ModelFacts(

@@ -60,6 +60,10 @@ NVFP4 = QuantType("nvfp4", 40, 64, 36)
 Q1_0 = QuantType("q1_0", 41, 128, 18)
 Q2_0 = QuantType("q2_0", 42, 64, 18)
 
+# Parts of quantised weights in safetensors, see quantised.py; GGUF has no numbers for them.
+U8 = QuantType("u8", -1, 1, 1, runs=False)
+F8_E4M3 = QuantType("f8_e4m3", -1, 1, 1, runs=False)
+
 QUANTS = (
     F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q8_K,
     IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_XS, IQ4_NL,

@@ -1,6 +1,6 @@
 """From parsed files to a ModelHeader, whose tensors have one name in both formats."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from headroom.formats.gguf import PART_NAME, GgufFile
 from headroom.formats.header import ModelHeader
 from headroom.formats.metadata import Metadata, config_architecture, config_values
 from headroom.formats.names import Format, Naming, Namings, canonical_name, find_naming
+from headroom.formats.quantised import join_quantised
 from headroom.formats.safetensors import SafetensorsFile
 from headroom.formats.tensor import TensorInfo
 
@@ -20,7 +21,7 @@ def gguf_header(parts: Sequence[GgufFile], path: Path, namings: Namings) -> Mode
     if not isinstance(architecture, str) or not architecture:
         raise FormatError(f"{path} has no general.architecture.", hint="It is not a model file.")
     naming = find_naming(architecture, namings)
-    tensors = _by_name([part.tensors for part in parts], naming, "gguf", path)
+    tensors = _by_name(_all_tensors(parts), naming, "gguf", path)
     metadata = Metadata(values.without_prefix(f"{architecture}."), path, "head" not in tensors)
     return ModelHeader(
         name=model_title(path),
@@ -44,10 +45,14 @@ def safetensors_header(
     """
     architecture = config_architecture(config, config_path, namings)
     naming = find_naming(architecture, namings)
+    stored = _all_tensors(parts)
     values = config_values(config)
+    if parts:
+        quantisation = values.pop("hf.quantization_config", values.pop("hf.compression_config", {}))
+        stored = join_quantised(stored, quantisation, config_path)
     layers = values.get("block_count")
     known = layers if isinstance(layers, int) else 0
-    tensors = _by_name([part.tensors for part in parts], naming, "safetensors", config_path, known)
+    tensors = _by_name(stored, naming, "safetensors", config_path, known)
     values["general.architecture"] = architecture
     values["general.name"] = name
     tied_if_unsaid = "head" not in tensors if parts else naming.tied_by_default
@@ -79,15 +84,19 @@ def model_title(path: Path) -> str:
     return folder.name.replace("--", "/", 1) if pulled else folder.name
 
 
+def _all_tensors(parts: Sequence[GgufFile] | Sequence[SafetensorsFile]) -> list[TensorInfo]:
+    return [info for part in parts for info in part.tensors.values()]
+
+
 def _by_name(
-    files: Sequence[Mapping[str, TensorInfo]],
+    found: Iterable[TensorInfo],
     naming: Naming,
     format: Format,
     path: Path,
     layers: int = 0,
 ) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for info in (info for file in files for info in file.values()):
+    for info in found:
         name = canonical_name(info.name, naming, format, layers)
         if name in tensors:
             raise FormatError(

@@ -10,7 +10,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from headroom.errors import FormatError
-from headroom.formats.quants import BF16, F16, F32, F64, I8, I16, I32, I64, supported
+from headroom.formats.quants import (
+    BF16,
+    F8_E4M3,
+    F16,
+    F32,
+    F64,
+    I8,
+    I16,
+    I32,
+    I64,
+    U8,
+    supported,
+)
 from headroom.formats.tensor import TensorInfo, check_no_overlap, map_file
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -20,7 +32,8 @@ INDEX_NAME = "model.safetensors.index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 
 _TYPES = {
-    "F32": F32, "F16": F16, "BF16": BF16, "F64": F64, "I8": I8, "I16": I16, "I32": I32, "I64": I64,
+    "F32": F32, "F16": F16, "BF16": BF16, "F64": F64, "F8_E4M3": F8_E4M3,
+    "U8": U8, "I8": I8, "I16": I16, "I32": I32, "I64": I64,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """TensorInfo: where a tensor's bytes lie and what they mean, read only when asked for."""
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
@@ -34,11 +34,49 @@ class TensorInfo:
         """The bytes that the tensor takes in the file."""
         return self.quant.bytes_for(prod(self.shape))
 
+    @property
+    def stored_type(self) -> str:
+        """What the file stores the tensor as, for people."""
+        return self.quant.name
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of the file that the tensor is read from."""
+        return self.nbytes
+
     def data(self) -> "Bytes":
         """Return the tensor's bytes as a read-only view of the mapped file; copies nothing."""
         found = self.source[self.offset : self.offset + self.nbytes]
         if len(found) != self.nbytes:
             raise FormatError(f"Only the header of {self.path} was read, not {self.name!r}.")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedTensor(TensorInfo):
+    """A tensor that a file holds in several parts; its bytes are computed whenever they are read.
+
+    `path` and `offset` are those of the first part, `quant` is the type of the computed bytes.
+    """
+
+    parts: tuple[TensorInfo, ...]
+    method: str  # how the parts store it, such as "fp8"
+    compose: Callable[[], "Bytes"] = field(repr=False, compare=False)
+
+    @property
+    def stored_type(self) -> str:
+        """What the file stores the tensor as, for people."""
+        return self.method
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def data(self) -> "Bytes":
+        """Return the tensor's bytes, computed from its parts."""
+        found = self.compose()
+        assert found.nbytes == self.nbytes
         return found
 
 

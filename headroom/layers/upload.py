@@ -14,17 +14,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from headroom.errors import FormatError, PlanError
 from headroom.formats.quants import QuantType
+from headroom.formats.tensor import ComposedTensor
 from headroom.kernels.cuda.pack import pack, pack_at
 from headroom.kernels.cuda.sizes import TILE_ROWS, tile_bytes
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.plan.device_scratch import UPLOAD_BYTES
 from headroom.units import MIB, gib
+
+if TYPE_CHECKING:
+    from headroom.formats.tensor import Bytes
 
 LEAST_STAGING_BYTES = 16 * MIB  # half a buffer holds TILE_ROWS rows of any real matrix
 UPLOAD_BUFFERS = 4  # half of them are being read into while the other half is being copied
@@ -37,18 +42,19 @@ ORDER_ALIGNMENT = 16  # bytes, of a row order in a buffer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileMatrices:
-    """Matrices of one size that lie in a file at equal distances."""
+    """Matrices of one size that lie in a file, or in a composed tensor, at equal distances."""
 
     name: str  # of their tensor, as in the file
     path: Path
     quant: QuantType
     rows: int  # of each
     columns: int
-    offset: int  # of the first one, bytes from the start of the file
+    offset: int  # of the first one, bytes from the start of the file or of the composed tensor
     count: int = 1
     apart: int = 0  # bytes from the start of one to the start of the next; 0: no gaps
     # int64 [rows]: which row of the file becomes each row of the result; for a single matrix only
     order: torch.Tensor | None = None
+    composed: ComposedTensor | None = None  # computes their bytes; None: they are in the file
 
     @property
     def row_bytes(self) -> int:
@@ -244,6 +250,8 @@ class Upload:
         self._pieces = 0  # sent so far; they use the buffers in turn
         self._addresses: list[torch.Tensor] = []  # kept until kernels on other streams read them
         self._files: dict[Path, int] = {}
+        # The tensor whose bytes were computed last: most go to the device in several pieces.
+        self._composed: tuple[ComposedTensor, Bytes] | None = None
         self._pool = ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "upload")
 
     def __enter__(self) -> "Upload":
@@ -327,6 +335,7 @@ class Upload:
             self._copy_oldest()
         self._synchronize()
         self._addresses.clear()
+        self._composed = None
 
     def _synchronize(self) -> None:
         for buffer in self._buffers:
@@ -351,6 +360,24 @@ class Upload:
         self._pieces += 1
         if buffer.done is not None:
             buffer.done.synchronize()
+        if source.composed is None:
+            self._start_reads(source, piece, buffer)
+        else:
+            held, at = self._compose(source.composed), 0
+            for part in piece.ranges:
+                here = torch.from_numpy(held[part.offset : part.offset + part.nbytes])
+                buffer.host[at : at + part.nbytes] = here
+                at += part.nbytes
+        if piece.order is not None:
+            order_bytes = piece.order.view(torch.uint8)
+            buffer.host[piece.order_at : piece.order_at + len(order_bytes)] = order_bytes
+        self._reading.append((buffer, piece, finish))
+        while len(self._reading) > UPLOAD_BUFFERS // 2:
+            self._copy_oldest()
+
+    def _start_reads(
+        self, source: FileMatrices, piece: UploadPiece, buffer: _StagingBuffer
+    ) -> None:
         file, at = self._file(source.path), 0
         view = memoryview(buffer.host.numpy())  # type: ignore[arg-type]
         for part in piece.ranges:
@@ -359,12 +386,12 @@ class Upload:
                 read = self._pool.submit(_read, file, room, part.offset + begin, source)
                 buffer.reads.append(read)
             at += part.nbytes
-        if piece.order is not None:
-            order_bytes = piece.order.view(torch.uint8)
-            buffer.host[piece.order_at : piece.order_at + len(order_bytes)] = order_bytes
-        self._reading.append((buffer, piece, finish))
-        while len(self._reading) > UPLOAD_BUFFERS // 2:
-            self._copy_oldest()
+
+    def _compose(self, tensor: ComposedTensor) -> "Bytes":
+        if self._composed is None or self._composed[0] is not tensor:
+            self._composed = None  # free the older one's bytes first
+            self._composed = tensor, tensor.data()
+        return self._composed[1]
 
     def _copy_oldest(self) -> None:
         """Wait until the oldest piece is read, then copy it to the device and finish it there."""
@@ -401,6 +428,7 @@ class Upload:
         self._addresses.clear()
         self._reading.clear()
         self._buffers.clear()
+        self._composed = None
         if self._gpu:
             torch.cuda.empty_cache()
             # Older torch keeps freed pinned memory and has no call that returns it to the system.

@@ -9,7 +9,7 @@ import torch
 
 from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
-from headroom.formats.tensor import TensorInfo
+from headroom.formats.tensor import ComposedTensor, TensorInfo
 from headroom.kernels.cuda.matmul import NARROW_QUANTS, TILES, narrow_type
 from headroom.kernels.ops import Case, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
@@ -162,7 +162,7 @@ class WeightSource:
         return Weight(stored, quant, rows, columns)
 
     def experts_from_file(self, count: int) -> ExpertTable:
-        """Return a layer's experts in the file's layout, as views of the mapped file."""
+        """Return a layer's experts in the file's layout; views of the mapped file if possible."""
         below = f"{self.prefix}ffn.experts."
         if f"{below}gate_up" in self.tensors:  # each expert's gate rows, then its up rows
             both = self._map_experts(f"{below}gate_up", 2 * count)
@@ -222,7 +222,11 @@ def _locate(info: TensorInfo, count: int) -> FileMatrices:
     """Return where the `count` matrices of a tensor lie, one after another."""
     columns = info.shape[-1]
     rows = prod(info.shape) // columns // count
-    return FileMatrices(info.name, info.path, info.quant, rows, columns, info.offset, count)
+    composed = info if isinstance(info, ComposedTensor) else None
+    offset = info.offset if composed is None else 0
+    return FileMatrices(
+        info.name, info.path, info.quant, rows, columns, offset, count, composed=composed
+    )
 
 
 def _stored(info: TensorInfo) -> torch.Tensor:

@@ -117,10 +117,6 @@ NESTED = {"full_attention": YARN, "sliding_attention": YARN}
         ({"logits_scaling": 8.0}, r"hf\.logits_scaling is 8\.0, which is not supported"),
         ({"mlp_bias": True}, r"hf\.mlp_bias is True, which is not supported"),
         ({"attention_bias": True}, r"hf\.attention_bias is True, which is not supported"),
-        (
-            {"quantization_config": {"quant_method": "fp8"}},
-            r"hf\.quantization_config is \{'quant_method': 'fp8'\}, which is not supported",
-        ),
     ],
 )
 def test_settings_that_change_the_arithmetic_are_refused_by_name(

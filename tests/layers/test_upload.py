@@ -2,19 +2,28 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from headroom.errors import FormatError
 from headroom.experts.cuda_ffn import upload_experts
 from headroom.formats.quants import BY_NAME
+from headroom.formats.tensor import ComposedTensor
+from headroom.kernels.ops import Case
 from headroom.kernels.weight import PLAIN_TYPES
 from headroom.layers import upload
 from headroom.layers.cuda_rows import load_merged
 from headroom.layers.upload import Upload
+from headroom.layers.weights import WeightSource
+from tests.gpu.check_matmul import random_weight
 from tests.gpu.torch_tiles import pack_tiles
 from tests.gpu.weight_file import WeightFile
 from tests.stand_in.cuda_on_cpu import COMPILER, compile_on_cpu
@@ -75,6 +84,51 @@ def test_matrices_with_one_input_lie_in_tiles_one_after_another(
     assert torch.equal(stacked.weights[0].data, joined)
     assert torch.equal(stacked.weights[1].data, tiles(third, "q6_k", 512))
     assert file.counted == {"core_weights": sum(w.nbytes for w in stacked.weights)}
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedWeights:
+    """Tensors whose bytes are computed, and how often each was."""
+
+    composed: dict[str, torch.Tensor]
+    times: Counter[str] = field(default_factory=Counter)
+
+    def tensor(self, name: str, kind: str, *shape: int) -> ComposedTensor:
+        data = self.composed[name] = random_weight(kind, prod(shape[:-1]), shape[-1]).data
+
+        def compose() -> Any:
+            self.times[name] += 1
+            return data.numpy().reshape(-1)
+
+        empty = np.empty(0, np.uint8)
+        return ComposedTensor(
+            name, shape, BY_NAME[kind], Path("none"), 77, empty, (), "awq", compose
+        )
+
+
+def test_composed_tensors_are_computed_once_and_lie_in_tiles_as_others() -> None:
+    weights = ComposedWeights({})
+    tensors = {
+        "q": weights.tensor("q", "q5_0", 64, 512),
+        "ffn.experts.0.gate": weights.tensor("0.gate", "q5_0", 48, 256),
+        "ffn.experts.1.gate": weights.tensor("1.gate", "q5_0", 48, 256),
+        "ffn.experts.up": weights.tensor("up", "mxfp4", 2, 48, 256),
+        "ffn.experts.down": weights.tensor("down", "q8_0", 2, 64, 256),
+    }
+    order = torch.arange(64).flip(0)
+    with Upload("cpu", 4 * 10_000) as way:
+        case = Case(device="cuda", dtype="bf16")
+        source = WeightSource(tensors, case, False, lambda line, size: None, upload=way)
+        query = load_merged(source, ["q"], [order])
+        experts = [way.tiles(part).view(2, -1) for part in source.locate_experts(2)]
+    data = weights.composed
+    assert torch.equal(query.weights[0].data, tiles(data["q"][order], "q5_0", 512))
+    gates = torch.stack([tiles(data[f"{i}.gate"], "q5_0", 256) for i in range(2)])
+    assert torch.equal(experts[0], gates)
+    for found, name, kind in ((experts[1], "up", "mxfp4"), (experts[2], "down", "q8_0")):
+        both = [tiles(half, kind, 256) for half in data[name].chunk(2)]
+        assert torch.equal(found, torch.stack(both))
+    assert weights.times == dict.fromkeys(data, 1)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
