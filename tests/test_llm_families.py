@@ -43,6 +43,12 @@ SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
         {IM_END},
         ("<think>", "</think>"),
     ),
+    "gpt-oss": (
+        "<|start|>user<|message|>",
+        "<|start|>assistant",
+        {"<|return|>", "<|call|>"},
+        None,
+    ),
     "gemma3": (
         "<bos><start_of_turn>user\n",
         "<start_of_turn>model\n",

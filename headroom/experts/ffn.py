@@ -47,7 +47,8 @@ class Router:
         tap: LayerTap | None = None,
     ) -> None:
         exact = replace(get.case, dtype="f32")
-        self._logits = Linear(get.float32("ffn.router"), exact)
+        bias = get.vector("ffn.router_bias") if config.biases else None
+        self._logits = Linear(get.float32("ffn.router"), exact, bias)
         self._rule = router_rule(config)
         self._bias = get.vector("ffn.score_bias") if config.bias else None
         self._scales = get.vector("ffn.experts_scale") if config.expert_scales else None
@@ -157,7 +158,10 @@ class RoutedExperts:
 
     def __init__(self, config: ExpertsConfig, get: WeightSource, scratch: torch.Tensor) -> None:
         mapped = get.experts_from_file(config.experts)
-        kernel = pick("experts", replace(get.case, experts=mapped.kinds))
+        if config.biases:
+            mapped = replace(mapped, biases=get.expert_biases())
+        case = replace(get.case, experts=mapped.kinds, biases=config.biases)
+        kernel = pick("experts", case)
         # Experts stay packed whatever other weights do: they move, and most are seldom read.
         with torch.device(get.case.torch_device):  # where a table takes its memory
             self._table = kernel.prepare(mapped)

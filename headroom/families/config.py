@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu"]  # gelu in its tanh form
+# gelu in its tanh form; "clamped": gates and ups within limits, see `GatedActivationOp`
+Activation = Literal["silu", "gelu", "clamped"]
 # How the output of attention is gated: "none"; "query": by the sigmoid of values that the query
 # projection has in addition to each head's query; "head" and "element": by the softplus of a
 # separate projection, with one gate for each head or for each value.
@@ -36,6 +37,8 @@ class AttentionConfig:
     gate: OutputGate = "none"
     keys_are_values: bool = False  # values are the keys before norm and rotation
     shares: int | None = None  # the layer whose cache this one reads; None: it has its own
+    biases: bool = False  # of all four projections
+    sinks: bool = False  # each head has a score that takes a share of softmax and has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class ExpertsConfig:
     normalise: bool = True  # the weights of the picked experts are divided by their sum
     scale: float = 1.0  # of the weights, after normalising
     softcap: float = 0.0  # router logits become softcap * tanh(logits / softcap); 0: they stay
+    # The router and all matrices of routed experts have biases.
+    biases: bool = False
     bias: bool = False  # a bias is added to scores for the top-k choice, not for the weights
     expert_scales: bool = False  # each weight is multiplied by a learned number of its expert, last
     activation: Activation = "silu"

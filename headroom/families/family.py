@@ -215,6 +215,8 @@ class Family:
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
     # Settings with the only values that the family's arithmetic covers; others are refused.
     fixed: FixedSettings = field(default_factory=dict)
+    # Why no GPU runs the family, as the end of a sentence; "" if GPUs run it.
+    cpu_only: str = ""
     keeps_embedding: bool = False  # layers beyond the first read the embedded tokens
     known: Mapping[str, Dims] = field(default_factory=dict)  # published models by name
     synthesis: Synthesis

@@ -17,6 +17,7 @@ FILES = (
     "mistral",
     "smollm3",
     "laguna",
+    "gpt_oss",
     "gemma3",
     "gemma4",
     "dflash",

@@ -55,9 +55,15 @@ def plain_rope(settings: Metadata, head_dim: int) -> RopeConfig:
     return RopeConfig(settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim))
 
 
-def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
-    """Return YaRN's rotation: slow frequencies are divided by the factor, fast ones are kept."""
-    check_scaling(settings, "yarn", _YARN_KEYS)
+def yarn_rope(settings: Metadata, head_dim: int, *, may_blend_between: bool = False) -> RopeConfig:
+    """Return YaRN's rotation: slow frequencies are divided by the factor, fast ones are kept.
+
+    The indices between which frequencies are blended are rounded to whole numbers. With
+    `may_blend_between` they are not if the setting `truncate` is false.
+    """
+    truncate = "rope.scaling.truncate"
+    check_scaling(settings, "yarn", (*_YARN_KEYS, truncate) if may_blend_between else _YARN_KEYS)
+    whole = settings.get_bool(truncate, True)
     theta, dims = settings.get_float("rope.freq_base"), rotated_dims(settings, head_dim)
     factor = settings.get_float("rope.scaling.factor")
     original = settings.get_float("rope.scaling.original_context_length")
@@ -75,8 +81,9 @@ def yarn_rope(settings: Metadata, head_dim: int) -> RopeConfig:
         revolutions = math.log(original) - math.log(2 * math.pi) - math.log(turns)
         return dims * revolutions / (2 * math.log(theta))
 
-    low = max(math.floor(index(fast)), 0)
-    high = min(math.ceil(index(slow)), dims - 1)
+    first, last = index(fast), index(slow)
+    low = max(math.floor(first) if whole else first, 0)
+    high = min(math.ceil(last) if whole else last, dims - 1)
     width = max(high - low, 0.001)
     ramps = [min(1.0, max(0.0, (i - low) / width)) for i in range(dims // 2)]
     divisors = tuple(1 / ((1 - ramp) + ramp / factor) for ramp in ramps)

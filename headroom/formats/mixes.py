@@ -26,7 +26,7 @@ from headroom.formats.quants import (
 _NARROWER = {Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0}
 _ALWAYS_F32 = (
     "ffn_gate_inp", "ssm_conv1d", "exp_probs_b", ".scale", "rope_freqs",
-    "layer_output_scale",
+    "layer_output_scale", ".bias",
 )  # fmt: skip
 
 

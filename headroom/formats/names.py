@@ -74,6 +74,10 @@ class Naming:
     # Additional rows of a layer behind the model's own that predicts further ahead: after "blk.N."
     # in GGUF, after "mtp." in safetensors. Empty: such layers are not described.
     mtp_names: tuple[NameRow, ...] = ()
+    # Our names of stacks of experts in safetensors, after "layers.N.": those whose matrices have
+    # columns first, unless they are packed, and those in which rows of gate and up alternate.
+    transposed_stacks: tuple[str, ...] = ()
+    alternating_stacks: tuple[str, ...] = ()
     # Whether the head is the embedding where a config.json without weights does not say.
     tied_by_default: bool = False
 

@@ -11,6 +11,7 @@ from headroom.formats.metadata import Metadata, config_architecture, config_valu
 from headroom.formats.names import Format, Naming, Namings, canonical_name, find_naming
 from headroom.formats.quantised import join_quantised
 from headroom.formats.safetensors import SafetensorsFile
+from headroom.formats.stacks import in_usual_order
 from headroom.formats.tensor import TensorInfo
 
 
@@ -102,5 +103,5 @@ def _by_name(
             raise FormatError(
                 f"{path}: {tensors[name].name!r} and {info.name!r} are the same tensor, {name}."
             )
-        tensors[name] = info
+        tensors[name] = in_usual_order(name, info, naming) if format == "safetensors" else info
     return tensors

@@ -27,6 +27,8 @@ class Case:
     layout: str = "rows"  # layout of an embedding table
     reference: bool = False  # use the reference kernels only
     triton: bool = False  # use Triton's kernels rather than CUDA's
+    sinks: bool = False  # attention has a score for each head that has no key
+    biases: bool = False  # the experts' matrices have biases
 
     def __str__(self) -> str:
         weights = "/".join(quant.name for quant in self.experts) or self.quant.name
@@ -176,6 +178,7 @@ class ExpertTable:
     gate: tuple[Weight, ...]
     up: tuple[Weight, ...]
     down: tuple[Weight, ...]
+    biases: "ExpertBiases | None" = None  # None: the matrices have none
 
     @property
     def parts(self) -> tuple[tuple[Weight, ...], ...]:
@@ -191,6 +194,20 @@ class ExpertTable:
     def nbytes(self) -> int:
         """The bytes of all experts."""
         return sum(weight.nbytes for part in self.parts for weight in part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertBiases:
+    """What is added to the products of each expert's matrices, in float32."""
+
+    gate: torch.Tensor  # [experts, width]
+    up: torch.Tensor  # [experts, width]
+    down: torch.Tensor  # [experts, hidden]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all biases."""
+        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
 
 
 class EmbedOp(Protocol):
@@ -226,7 +243,10 @@ class RopeOp(Protocol):
 
 
 class GatedActivationOp(Protocol):
-    """Return `act(gate) * up`; `activation` is "silu", or "gelu" in its tanh form."""
+    """Return `act(gate) * up`; `activation` is "silu", or "gelu" in its tanh form.
+
+    With "clamped" it is `gate * sigmoid(1.702 gate) * (up + 1)`, gates at most 7 and ups -7 to 7.
+    """
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor: ...
 
@@ -244,7 +264,7 @@ class AttentionOp(Protocol):
 
     A row at position p sees keys at positions 0..p, only the last `window` of them if window > 0,
     and among the rows of a draft tree only its ancestors. Pages in which no row sees any key are
-    never read.
+    never read. With `sinks [heads]`, softmax has one score more, which has no value.
     """
 
     def __call__(
@@ -254,6 +274,7 @@ class AttentionOp(Protocol):
         spans: tuple[Span, ...],
         scale: float,
         window: int,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

@@ -1,6 +1,9 @@
 """All kernels in order of preference, and `pick`, which chooses one."""
 
+from collections.abc import Callable
+
 from headroom.errors import KernelError
+from headroom.kernels import experts_in_turn
 from headroom.kernels.cuda import matmul as cuda_matmul
 from headroom.kernels.cuda import norms as cuda_norms
 from headroom.kernels.cuda.compile import refuses_device
@@ -44,6 +47,14 @@ def _refuses_product(case: Case) -> str | None:
     return _refuses_type(case)
 
 
+def _without_sinks(refuses: Callable[[Case], str | None]) -> Callable[[Case], str | None]:
+    return lambda case: "has no sinks" if case.sinks else refuses(case)
+
+
+def _without_biases(refuses: Callable[[Case], str | None]) -> Callable[[Case], str | None]:
+    return lambda case: "adds no biases" if case.biases else refuses(case)
+
+
 KERNELS = (
     Kernel("embed", "cuda", cuda_matmul.embed, _refuses_cuda_table),
     Kernel("matmul", "cuda", cuda_matmul.matmul, cuda_matmul.refuses, cuda_matmul.prepare),
@@ -69,13 +80,18 @@ KERNELS = (
     Kernel("rope", "triton", triton_rows.rope, triton_launch.refuses),
     Kernel("gated_activation", "triton", triton_rows.gated_activation, triton_launch.refuses),
     Kernel("kv_write", "triton", triton_attention.write_kv, triton_attention.refuses),
-    Kernel("attention", "triton", triton_attention.attention, triton_attention.refuses),
+    Kernel(
+        "attention",
+        "triton",
+        triton_attention.attention,
+        _without_sinks(triton_attention.refuses),
+    ),
     Kernel("route", "triton", triton_rows.route, triton_launch.refuses),
     Kernel(
         "experts",
         "triton",
         triton_experts.experts,
-        triton_experts.refuses,
+        _without_biases(triton_experts.refuses),
         triton_experts.prepare,
     ),
     Kernel("delta_net", "triton", triton_delta_net.delta_net, triton_launch.refuses),
@@ -112,7 +128,12 @@ KERNELS = (
     Kernel("gated_activation", "reference", norms.gated_activation, _refuses_type),
     Kernel("kv_write", "native", native_attention.write_kv, native_attention.refuses),
     Kernel("kv_write", "reference", attention.write_kv, refuses_cache),
-    Kernel("attention", "native", native_attention.attention, native_attention.refuses),
+    Kernel(
+        "attention",
+        "native",
+        native_attention.attention,
+        _without_sinks(native_attention.refuses),
+    ),
     Kernel("attention", "reference", attention.attention, refuses_cache),
     Kernel("route", "native", native_route.route, module.refuses),
     Kernel("route", "reference", route.route, _refuses_type),
@@ -120,22 +141,29 @@ KERNELS = (
         "experts",
         "native-int8",
         native_experts.experts,
-        native_experts.refuses_int8,
+        _without_biases(native_experts.refuses_int8),
         native_experts.prepare,
     ),
     Kernel(
         "experts",
         "native-int16",
         native_experts.experts,
-        native_experts.refuses_int16,
+        _without_biases(native_experts.refuses_int16),
         native_experts.prepare,
     ),
     Kernel(
         "experts",
         "native-f32",
         native_experts.experts,
-        native_experts.refuses_f32,
+        _without_biases(native_experts.refuses_f32),
         native_experts.prepare,
+    ),
+    Kernel(
+        "experts",
+        "native-in-turn",
+        experts_in_turn.experts,
+        experts_in_turn.refuses,
+        experts_in_turn.prepare,
     ),
     Kernel("experts", "reference", experts.experts, _refuses_product, experts.prepare),
     Kernel("delta_net", "native", native_delta_net.delta_net, module.refuses),

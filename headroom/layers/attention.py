@@ -24,14 +24,21 @@ class Attention:
     ) -> None:
         self._config = config
         self._pages = pages
-        self._q = Linear(get("attn.q", query_rows(config)), get.case)
-        self._out = Linear(get("attn.out"), get.case)
+        assert not (config.biases and (config.interleaved or config.gate == "query"))
+        self._q = _linear(config, get, "attn.q", query_rows(config))
+        self._out = _linear(config, get, "attn.out")
+        self._sinks = get.vector("attn.sinks") if config.sinks else None
         self._keys = None if config.shares is not None else _Keys(config, eps, get, pages)
         self._q_norm = _head_norm(get, "attn.q_norm", eps) if config.head_norms else None
         self._gate = (
             Linear(get("attn.gate"), get.case) if config.gate in ("head", "element") else None
         )
-        case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
+        case = replace(
+            get.case,
+            k_type=pages.kv.k_type.name,
+            v_type=pages.kv.v_type.name,
+            sinks=config.sinks,
+        )
         self._rope: RopeOp = pick("rope", case).run
         self._attend: AttentionOp = pick("attention", case).run
 
@@ -49,7 +56,11 @@ class Attention:
             queries = self._q_norm(queries)
         queries = self._rope(queries, cos, sin)
         spans = self._pages.view(batch).spans
-        mixed = self._attend(queries, self._pages.kv, spans, config.scale, config.window)
+        shape = (config.scale, config.window)
+        if self._sinks is None:
+            mixed = self._attend(queries, self._pages.kv, spans, *shape)
+        else:
+            mixed = self._attend(queries, self._pages.kv, spans, *shape, self._sinks)
         if config.gate == "query":
             mixed = mixed.flatten(1) * sigmoid(projected[:, width:])
         elif self._gate is not None:
@@ -71,8 +82,8 @@ class _Keys:
     ) -> None:
         self._config = config
         self._pages = pages
-        self._k = Linear(get("attn.k", pair_rows(config, config.kv_heads)), get.case)
-        self._v = None if config.keys_are_values else Linear(get("attn.v"), get.case)
+        self._k = _linear(config, get, "attn.k", pair_rows(config, config.kv_heads))
+        self._v = None if config.keys_are_values else _linear(config, get, "attn.v")
         self._k_norm = _head_norm(get, "attn.k_norm", eps) if config.head_norms else None
         self._v_norm = None
         if config.value_norm:
@@ -93,6 +104,13 @@ class _Keys:
             values = self._v_norm(values)
         kv_slots = self._pages.view(batch).kv_slots
         self._write(self._pages.kv, kv_slots, self._rope(keys, cos, sin), values)
+
+
+def _linear(
+    config: AttentionConfig, get: WeightSource, name: str, order: torch.Tensor | None = None
+) -> Linear:
+    bias = get.vector(f"{name}_bias") if config.biases else None
+    return Linear(get(name, order), get.case, bias)
 
 
 def _head_norm(get: WeightSource, name: str, eps: float) -> RmsNorm:

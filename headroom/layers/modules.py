@@ -16,16 +16,18 @@ from headroom.layers.weights import WeightSource
 
 
 class Linear:
-    """Multiplies rows by the transpose of a weight."""
+    """Multiplies rows by the transpose of a weight, and adds a bias if there is one."""
 
-    def __init__(self, weight: Weight, case: Case) -> None:
+    def __init__(self, weight: Weight, case: Case, bias: torch.Tensor | None = None) -> None:
         self._weight = weight
+        self._bias = bias  # [out]
         self._dtype = case.dtype
         self._matmul: MatmulOp = pick("matmul", replace(case, quant=weight.quant)).run
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return `[rows, out]` for `x [rows, in]`, written to `out` if given."""
-        return self._matmul(x, self._weight, self._dtype, out)
+        product = self._matmul(x, self._weight, self._dtype, out)
+        return product if self._bias is None else product.add_(self._bias)
 
 
 class RmsNorm:

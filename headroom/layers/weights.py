@@ -11,7 +11,7 @@ from headroom.errors import DeviceError
 from headroom.formats.quants import BY_NAME, F32
 from headroom.formats.tensor import ComposedTensor, TensorInfo
 from headroom.kernels.cuda.matmul import NARROW_QUANTS, TILES, narrow_type
-from headroom.kernels.ops import Case, ExpertTable
+from headroom.kernels.ops import Case, ExpertBiases, ExpertTable
 from headroom.kernels.reference.dequant import dequantise
 from headroom.kernels.registry import pick
 from headroom.kernels.weight import PLAIN_TYPES, Weight, plain_type
@@ -170,6 +170,15 @@ class WeightSource:
         else:
             gate, up = (self._map_part(part, count) for part in ("gate", "up"))
         return ExpertTable(gate, up, self._map_part("down", count))
+
+    def expert_biases(self) -> ExpertBiases:
+        """Return the biases of a layer's experts on the device, in float32."""
+        below = "ffn.experts."
+        if f"{self.prefix}{below}gate_up_bias" in self.tensors:
+            gate, up = self.vector(f"{below}gate_up_bias").chunk(2, dim=1)
+        else:
+            gate, up = self.vector(f"{below}gate_bias"), self.vector(f"{below}up_bias")
+        return ExpertBiases(gate, up, self.vector(f"{below}down_bias"))
 
     def _map_part(self, part: str, count: int) -> tuple[Weight, ...]:
         """Return one matrix of every expert, from one tensor or from one per expert."""

@@ -385,9 +385,15 @@ def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: O
     On a CPU, matrices of types without packed products are unpacked when they are loaded. The
     reference kernels read every type, and unpack each weight in each step.
     """
+    gpus = [device.name for device in stages if device.kind != "cpu"]
+    if gpus and model.cpu_only:
+        raise PlanError(
+            f"{model.name} runs on CPUs only: {model.cpu_only}.",
+            hint="Choose --device cpu.",
+            param="device",
+        )
     if options.kernels == "reference" or not (model.unread_types or model.unread_expert_types):
         return options
-    gpus = [device.name for device in stages if device.kind != "cpu"]
     if gpus:
         types = ", ".join(dict.fromkeys((*model.unread_types, *model.unread_expert_types)))
         raise PlanError(

@@ -182,6 +182,7 @@ class ModelShape:
     # Types of matrices that no product reads as they lie in the file, and those of routed experts.
     unread_types: tuple[str, ...] = ()
     unread_expert_types: tuple[str, ...] = ()
+    cpu_only: str = ""  # why no GPU runs the model; "" if GPUs run it
 
     def in_panels(self) -> "ModelShape":
         """Return the model as C++ kernels hold it."""

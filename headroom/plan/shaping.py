@@ -73,6 +73,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         tap_width=dims.hidden if dims.taps else 0,
         panels=panels,
         tiles=tiles,
+        cpu_only=family.cpu_only,
         unread_types=_unread(types, experts=False),
         unread_expert_types=_unread(types, experts=True),
     )

@@ -9,6 +9,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LagunaConfig,
     LagunaForCausalLM,
     LlamaConfig,
@@ -102,6 +104,19 @@ def smollm3(**changes: Any) -> SmolLM3ForCausalLM:
         "num_hidden_layers": 5, "tie_word_embeddings": True, "rope_parameters": rope,
     }  # fmt: skip
     return _build(SmolLM3ForCausalLM, SmolLM3Config(**settings | changes))
+
+
+def gpt_oss(**changes: Any) -> GptOssForCausalLM:
+    """A gpt-oss whose YaRN is blended between fractions of frequencies."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "original_max_position_embeddings": 64, "truncate": False,
+    }  # fmt: skip
+    settings = COMMON | {
+        "num_hidden_layers": 4, "sliding_window": 9, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "tie_word_embeddings": False, "rope_parameters": rope,
+    }  # fmt: skip
+    return _build(GptOssForCausalLM, GptOssConfig(**settings | changes))
 
 
 def qwen3(**changes: Any) -> Qwen3ForCausalLM:

@@ -21,10 +21,11 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna",
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3",
     "ministral": "mistral3", "ministral3": "mistral3", "smollm3": "smollm3",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
 PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35", "mistral3": "tekken"}
-PRE_TOKENIZERS |= {"smollm3": "llama-bpe"}
+PRE_TOKENIZERS |= {"smollm3": "llama-bpe", "gpt-oss": "gpt-4o"}
 # Families whose conversion puts the rows of rotary pairs side by side.
 PAIRED = ("llama", "mistral3", "smollm3")
 
@@ -84,7 +85,20 @@ GEMMA_NAMES = {
     "post_per_layer_input_norm.weight": "post_norm.weight",
     "layer_scalar": "layer_output_scale.weight",
 }
+GPT_OSS_NAMES = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "self_attn.o_proj.bias": "attn_output.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+}
 OVERRIDES = {
+    "gpt-oss": GPT_OSS_NAMES,
     "qwen35": DELTA_NAMES, "qwen35moe": DELTA_NAMES, "laguna": LAGUNA_NAMES, "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_NAMES,
 }  # fmt: skip
@@ -224,6 +238,8 @@ def _change(theirs: str, config: Any) -> Change | None:
     ):
         half = config.head_dim // 2
         return Change(partial(_pairs, before=(2, half)), partial(_pairs, before=(half, 2)))
+    if config.model_type == "gpt_oss" and "mlp.experts" in theirs:
+        return Change(*map(partial, (_usual_stack, _their_stack), (theirs, theirs)))
     less_one = "qwen3_5" in config.model_type or "gemma3" in config.model_type
     if less_one and "norm" in theirs and "linear_attn" not in theirs:
         return Change(lambda w: w + 1, lambda w: w - 1)
@@ -241,6 +257,21 @@ def _change(theirs: str, config: Any) -> Change | None:
     if part == "conv1d.weight":
         return Change(lambda w: w[order, 0], lambda w: w[back][:, None])
     return Change(lambda w: w.take(order, axis), lambda w: w.take(back, axis))
+
+
+def _usual_stack(theirs: str, values: Values) -> Values:
+    """Put rows of each expert's matrix first, and all gates before all ups."""
+    values = values.swapaxes(1, 2) if values.ndim == 3 else values
+    if "gate_up" not in theirs:
+        return values
+    return np.concatenate([values[:, ::2], values[:, 1::2]], axis=1)
+
+
+def _their_stack(theirs: str, values: Values) -> Values:
+    if "gate_up" in theirs:
+        gates, ups = np.split(values, 2, axis=1)
+        values = np.stack([gates, ups], axis=2).reshape(values.shape)
+    return values.swapaxes(1, 2) if values.ndim == 3 else values
 
 
 def _pairs(rows: Values, before: tuple[int, int]) -> Values:

@@ -205,7 +205,23 @@ def full_layers(config: Any) -> Keys:
     return own
 
 
+def _gpt_oss(config: Any) -> Keys:
+    rope = config.rope_parameters
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.intermediate_size,
+        "attention.sliding_window": config.sliding_window,
+        "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": rope["factor"],
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+    }
+
+
 FAMILIES = {
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
     "mixtral": _mixtral,
     "mistral": _mistral,

@@ -81,6 +81,8 @@ VARIANTS: dict[str, Variant] = {
         _variant("ministral3", configs.ministral3),
         _variant("ministral3-magnitude", configs.ministral3, mscale_all_dim=0.0),
         _variant("smollm3", configs.smollm3),
+        _variant("gpt-oss", configs.gpt_oss),
+        _variant("gpt-oss-fused", configs.gpt_oss, fused=True),
         _variant("qwen3-tied", configs.qwen3),
         _variant("qwen3-untied", configs.qwen3, tie_word_embeddings=False),
         _variant("qwen3moe", configs.qwen3_moe),

@@ -1,6 +1,6 @@
 """The cases of the kernel table: inputs of every operation, over types and awkward sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from headroom.formats.quants import BY_NAME, F32, QUANTS, QuantType
 from headroom.kernels.ops import (
     Case,
     DeltaNetWeights,
+    ExpertBiases,
     ExpertTable,
     PagedKv,
     Picks,
@@ -99,6 +100,8 @@ def _expert_cases() -> list[Sized]:
             cases.append(Sized("experts", case, (rows, hidden, hidden, gelu)))
         if "q4_k" not in names:
             cases.append(Sized("experts", case, (5, 32, 96, 0)))
+    with_biases = Case(experts=(BY_NAME["mxfp4"],) * 3, biases=True)
+    cases += [Sized("experts", with_biases, (rows, 64, 96, 2)) for rows in (0, 1, 7)]
     return cases
 
 
@@ -226,11 +229,14 @@ def _route(sized: Sized) -> tuple[Any, ...]:
 
 
 def _experts(sized: Sized) -> tuple[Any, ...]:
-    rows, hidden, width, gelu = sized.sizes
+    rows, hidden, width, activation = sized.sizes
     table = random_experts(sized.case.experts, 10, hidden, width)
+    if sized.case.biases:
+        gate, up = torch.randn(10, width), torch.randn(10, width)
+        table = replace(table, biases=ExpertBiases(gate, up, torch.randn(10, hidden)))
     ids, weights = random_choice(rows, 10, 3)
-    activation = "gelu" if gelu else "silu"
-    return torch.randn(rows, hidden), ids, weights, table, activation, sized.case.dtype
+    name = ("silu", "gelu", "clamped")[activation]
+    return torch.randn(rows, hidden), ids, weights, table, name, sized.case.dtype
 
 
 def random_experts(

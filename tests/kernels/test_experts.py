@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from headroom.formats.quants import BY_NAME
 from headroom.kernels.native.module import MODULE, POOL
-from headroom.kernels.ops import Case, ExpertTable, RouterRule
+from headroom.kernels.ops import Case, ExpertBiases, ExpertTable, RouterRule
 from headroom.kernels.reference.experts import experts
 from headroom.kernels.reference.matmul import unpack_rows
 from headroom.kernels.reference.route import route
 from headroom.kernels.registry import KERNELS, pick
-from tests.kernels.cases import random_choice, random_experts
+from tests.kernels.cases import plain_weight, random_choice, random_experts
 
 EXPERTS, HIDDEN, WIDTH = 10, 64, 32
 KINDS = tuple(BY_NAME[name] for name in ("q8_0", "q4_0", "f16"))
@@ -47,6 +49,32 @@ def test_the_reference_equals_a_plain_loop(tokens: int, gelu: bool) -> None:
     wanted = expected(table, x, ids, weights, gelu)
     result = experts(x, ids, weights, table, "gelu" if gelu else "silu", "f32")
     assert float((result - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_biases_and_limits_are_those_of_transformers() -> None:
+    torch.manual_seed(2)
+    config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS)
+    model = GptOssExperts(config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False).copy_(2 * torch.randn_like(parameter))
+    gate_up, biases = model.gate_up_proj.mT, model.gate_up_proj_bias
+    parts = gate_up[:, ::2], gate_up[:, 1::2], model.down_proj.mT
+    table = ExpertTable(
+        *(tuple(plain_weight(matrix.contiguous()) for matrix in part) for part in parts),
+        biases=ExpertBiases(biases[:, ::2], biases[:, 1::2], model.down_proj_bias),
+    )
+    x = torch.randn(20, HIDDEN)  # gates and ups go far beyond the limits
+    ids, weights = random_choice(20, EXPERTS, 3)
+    theirs = model(x, ids.long(), weights)
+    result = experts(x, ids, weights, table, "clamped", "f32")
+    torch.testing.assert_close(result, theirs, atol=1e-2, rtol=1e-5)
+
+
+@pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
+def test_the_fused_kernel_leaves_experts_with_biases_to_the_next() -> None:
+    kinds = (BY_NAME["mxfp4"],) * 3
+    assert pick("experts", Case(experts=kinds)).backend == "native-f32"
+    assert pick("experts", Case(experts=kinds, biases=True)).backend == "native-in-turn"
 
 
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")

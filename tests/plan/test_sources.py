@@ -65,6 +65,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral3 of 3": ("Ministral3", "Ministral3Config", {**DENSE, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", "SmolLM3Config", {**DENSE, "pad_token_id": None}),
     "laguna": ("Laguna", "LagunaConfig", {**DENSE, **EXPERTS, **SHARED, **LAGUNA}),
+    "gpt-oss": (
+        "GptOss", "GptOssConfig",
+        {**DENSE, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9},
+    ),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {**DENSE, "sliding_window": 9}),
     "gemma4": (
         "Gemma4", "Gemma4TextConfig",

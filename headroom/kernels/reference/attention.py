@@ -26,7 +26,12 @@ def write_kv(
 
 
 def attention(
-    queries: torch.Tensor, cache: PagedKv, spans: tuple[Span, ...], scale: float, window: int
+    queries: torch.Tensor,
+    cache: PagedKv,
+    spans: tuple[Span, ...],
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention of every span's rows over their sequence's cached tokens."""
     out = torch.empty(queries.shape[0], queries.shape[1], _head_dim(cache.values, cache.v_type)).to(
@@ -34,20 +39,29 @@ def attention(
     )
     for span in spans:
         rows = slice(span.first_row, span.first_row + span.rows)
-        out[rows] = _attend_span(queries[rows], cache, span, scale, window)
+        out[rows] = _attend_span(queries[rows], cache, span, scale, window, sinks)
     return out
 
 
 def _attend_span(
-    queries: torch.Tensor, cache: PagedKv, span: Span, scale: float, window: int
+    queries: torch.Tensor,
+    cache: PagedKv,
+    span: Span,
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     kv_heads = cache.keys.shape[1]
     tiles = _query_tiles(queries * scale, kv_heads)  # [kv_heads, tiles, tile * group, dim]
     view = _View(span, tiles.shape[1] * QUERY_TILE, window)
     first_key, length = max(0, span.start - window + 1) if window else 0, span.start + span.rows
     shape = (*tiles.shape[:3], 1)
-    peak = torch.full(shape, INITIAL_PEAK, device=queries.device)
-    total = torch.zeros(shape, device=queries.device)
+    if sinks is None:
+        peak = torch.full(shape, INITIAL_PEAK, device=queries.device)
+        total = torch.zeros(shape, device=queries.device)
+    else:  # the sink is the first score: its weight is exp(sink - sink)
+        every = sinks.expand(len(queries), -1)[..., None]
+        peak, total = _query_tiles(every, kv_heads), torch.ones(shape, device=queries.device)
     summed = torch.zeros(
         *tiles.shape[:3], _head_dim(cache.values, cache.v_type), device=queries.device
     )

@@ -2,7 +2,9 @@
 
 import torch
 
-from headroom.kernels.reference.elementwise import gelu, silu
+from headroom.kernels.reference.elementwise import gelu, sigmoid, silu
+
+CLAMP, STEEPNESS = 7.0, 1.702  # of the "clamped" activation
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -21,4 +23,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Return `act(gate) * up`."""
+    if activation == "clamped":
+        gate = gate.clamp(max=CLAMP)
+        return gate * sigmoid(STEEPNESS * gate) * (up.clamp(-CLAMP, CLAMP) + 1)
     return (gelu(gate) if activation == "gelu" else silu(gate)) * up
