@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from headroom.engine.prefix_folder import key_digest
 from headroom.llm import LLM
 from headroom.machine.devices import HostRoom
 from headroom.units import GIB
@@ -33,6 +34,7 @@ def asker(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Llm
     path: Path = tmp_path_factory.mktemp("workers") / "m.gguf"
     variant(request.param).save_gguf(path)
     settings = SETTINGS | {"cache_tokens": 512, "parallel": 1, "cache_ram": "64MiB"}
+    settings["cache_dir"] = str(path.parent / "prefixes")
     with LLM(str(path), **settings, workers="2", worker_restarts=100) as llm:
         yield LlmAsker(llm)
 
@@ -69,19 +71,38 @@ def test_workers_give_up_what_they_have_in_host_memory_when_this_runs_short(
     check_conversation(asker, "greedy", lambda: push_out(asker))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warm_answer_from_a_file_of_two_processes_is_the_cold_one(
+    asker: LlmAsker, way: str
+) -> None:
+    prompt = words(f"file {way}", 330)
+    cold = asker.ask(prompt, way)
+    disk = asker.engine._prefixes._disk
+    assert disk is not None
+    wait_until(lambda: disk._folder.find(key_digest(""), prompt, 330) is not None, 60)
+    wait_until(lambda: asker.engine.stats().cache_pages_used == 0, 60)
+    asker.engine._between_steps(asker.engine._prefixes._cache.clear).result(60)
+    before = asker.engine.stats().prefixes.file_hits
+    warm = asker.ask(prompt, way)
+    assert asker.engine.stats().prefixes.file_hits == before + 1
+    assert warm.cached >= 256
+    assert warm.tokens == cold.tokens
+    assert warm.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
+
+
 LONG = words("long", 2000)
 STARTS: list[Any] = [
-    pytest.param(name, settings, marks=[] if default else pytest.mark.slow, id=f"{name}-{where}")
+    pytest.param(name, settings, id=f"{name}-{where}")
     for name in ("qwen3-tied", "qwen35", "laguna", "gemma4-31b")
     for where, settings in (
         ("one", {}),
         ("stages", {"device": "cpu,cpu"}),
         ("processes", {"workers": "2"}),
     )
-    for default in (where == "processes" and name == "qwen35",)
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), STARTS)
 def test_an_engine_that_starts_again_answers_a_known_prompt_of_2000_tokens_warm(
     name: str, settings: dict[str, Any], tmp_path: Path
