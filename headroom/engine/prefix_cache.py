@@ -203,11 +203,19 @@ class PrefixCache:
         if len(tokens) >= self._page_size:
             self._add(key, tokens, pages)
 
-    def keep_picks(self, key: str, tokens: Sequence[int], picks: torch.Tensor) -> None:
-        """Keep how often each expert was picked with the last known page of some tokens."""
-        path = list(self._walk(key, tokens, len(tokens)))
-        if path and path[-1].parent is not None:
-            path[-1].picks = picks
+    def keep_picks(
+        self, key: str, tokens: Sequence[int], ends: Sequence[int], picks: torch.Tensor
+    ) -> None:
+        """Keep how often each expert was picked with a conversation's last pages at some ends.
+
+        What was kept with its earlier pages is forgotten: there is one table for a conversation.
+        """
+        path = list(self._walk(key, tokens, len(tokens)))[1:]
+        for node in path:
+            node.picks = None
+        for end in ends:
+            if known := [node for node in path if node.end <= end]:
+                known[-1].picks = picks
 
     def picks_of(self, key: str, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return the picks that are kept with the last known page of some tokens."""

@@ -262,7 +262,7 @@ class PrefixDisk:
                 )
         if loading.picks is not None:
             picks = _tensor(loading.picks).view(torch.float32)
-            self._cache.keep_picks(key, tokens, picks.view(stored.head.picks))
+            self._cache.keep_picks(key, tokens, [len(tokens)], picks.view(stored.head.picks))
         self._pool.give_back(pages)
         self.hits += 1
 

@@ -238,8 +238,8 @@ class Prefixes:
             self._save(sequence, passing=False)
         self._keep(sequence, known)
         if sequence.picks is not None:
-            for end in (len(sequence.request.prompt), known):
-                self._cache.keep_picks(key, sequence.tokens[:end], sequence.picks)
+            ends = len(sequence.request.prompt), known
+            self._cache.keep_picks(key, sequence.tokens[:known], ends, sequence.picks)
         if self._disk is not None:
             tokens = sequence.tokens[: self._keepable(sequence, known)]
             self._disk.store(key, tokens, len(sequence.pages))

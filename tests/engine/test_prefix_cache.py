@@ -196,9 +196,15 @@ def test_pages_that_leave_the_devices_move_to_host_memory_and_the_oldest_are_giv
 def test_picks_are_found_by_the_next_turn_and_by_nothing_that_branches_off_before() -> None:
     cache = PrefixCache(pool := PagePool(10), SIZE)
     fill(pool, cache, range(14))
-    cache.keep_picks("", range(14), picks := torch.ones(2, 3))
+    cache.keep_picks("", range(14), [6, 14], picks := torch.ones(2, 3))
+    assert cache.picks_of("", range(6)) is picks
     assert cache.picks_of("", range(13)) is picks
     assert cache.picks_of("", range(11)) is None
+    fill(pool, cache, range(20))  # the next turn
+    cache.keep_picks("", range(20), [20], later := torch.zeros(2, 3))
+    assert cache.picks_of("", range(20)) is later
+    assert cache.picks_of("", range(14)) is cache.picks_of("", range(6)) is None
+    cache.keep_picks("", range(14), [6, 14], picks)
     for tokens, known in (
         ([*range(14), 7, 7, 7, 7], picks),
         ([*range(10), 7, 7, 7, 7], None),
@@ -206,7 +212,7 @@ def test_picks_are_found_by_the_next_turn_and_by_nothing_that_branches_off_befor
         found = cache.find("", tokens, len(tokens))
         assert found is not None
         assert found.picks is known
-    cache.keep_picks("other", range(14), picks)
+    cache.keep_picks("other", range(14), [14], picks)
     assert cache.find("other", list(range(14)), 14) is None
 
 
