@@ -95,8 +95,8 @@ class Connection:
         parts = [tensor.detach().contiguous() for tensor in tensors]
         listed = [[str(part.dtype).removeprefix("torch."), list(part.shape)] for part in parts]
         text = json.dumps(header | ({"tensors": listed} if parts else {})).encode()
-        pieces: list[bytes | memoryview]
-        pieces = [_LENGTH.pack(len(text)), text, *(_bytes_of(x) for x in parts if x.numel())]
+        pieces: list[bytes | memoryview] = [_LENGTH.pack(len(text)), text]
+        pieces += [_bytes_of(part) for part in parts if part.numel()]
         if sum(map(len, pieces)) <= JOINED_BYTES:
             pieces = [b"".join(pieces)]
         try:
