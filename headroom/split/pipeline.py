@@ -220,8 +220,10 @@ class Pipeline:
 
     def step_parts(self, sampling_s: float) -> StepParts | None:
         """Return the parts of all steps, with the time of drawing; None if a GPU runs layers."""
+        if any(not stage.device.startswith("cpu") for stage in self._stages):
+            return None
         times = self._all_times()
-        on_cpu = all(device.startswith("cpu") for device, _ in times)
+        on_cpu = all(device.startswith("cpu") for device, _ in times)  # of all workers, too
         return StepParts.of(times, sampling_s) if on_cpu and times else None
 
     def _all_times(self) -> NamedTimes:

@@ -29,9 +29,14 @@ from headroom.experts.telemetry import (
     DecodeCounts,
     PolicyState,
 )
+from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
+from headroom.options import Options
+from headroom.plan.describe import describe
+from headroom.split.choice import make_worker_plan
 from headroom.split.expert_records import ExpertRecords
 from headroom.split.pipeline import Pipeline
+from headroom.split.placing import find_placement
 from headroom.split.upkeep import ExpertUpkeep, ExpertView
 from headroom.split.upkeep_rules import UpkeepRules
 from headroom.split.wire import Header, Message
@@ -42,8 +47,10 @@ from headroom.split.worker_experts import (
     WorkerStore,
 )
 from headroom.split.worker_messages import ColdReport, WorkerLostError, read_reading
+from headroom.split.workers import Workers, open_worker_pipeline
 from tests.experts.stores import blob_layout, check_layer, small_store
 from tests.families.oracles import PROMPT, variant
+from tests.split.test_pipeline import SETTINGS, answers, opened
 from tests.split.test_upkeep import StatisticsStage
 from tests.split.test_workers import pids
 from tests.stand_in.gpu import StandInGpu, stand_in_gpu
@@ -361,6 +368,29 @@ def test_processes_with_cold_experts_exchange_them_and_answer_as_one_does(
     assert first.telemetry.hits == seen[0].telemetry.hits
     assert last.telemetry.exchanges > first.telemetry.exchanges  # after the restart, too
     assert last.telemetry.picks == seen[-1].telemetry.picks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3moe", "gemma4-26b"])
+def test_processes_with_cold_experts_give_the_tokens_of_one_in_every_way_of_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("headroom.split.workers.RUN", ("-c", ON_STAND_IN))
+    checkpoint = open_checkpoint(variant(name).save_gguf(tmp_path / "m.gguf"))
+    given = {"kernels": "reference", "expert_budget": "60%"}
+    prompts = [PROMPT[start : start + 2 + 3 * start] for start in range(8)]
+    whole = answers(*opened(checkpoint, device="cuda:0", **given), prompts, together=False)
+    settings: dict[str, Any] = {**SETTINGS, **given, "device": "cuda:0", "workers": "2"}
+    options, model = Options(**settings), describe(checkpoint)
+    workers = Workers(options)
+    workers.start()
+    plan = make_worker_plan(model.shape, workers.devices, options)
+    placement = find_placement(model.shape, plan, options, checkpoint.identity)
+    assert placement is not None
+    pipeline = open_worker_pipeline(workers, plan, model, options, placement=placement)
+    assert pipeline.store is not None
+    assert sum(layer is not None for layer in pipeline.store.layers) > 1
+    assert answers(plan, pipeline, prompts, together=True) == whole
 
 
 def resting(llm: LLM) -> ExpertView:

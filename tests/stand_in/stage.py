@@ -34,6 +34,7 @@ class TableModel:
     store = None
     cold_experts = None
     decode_worker = None
+    embed_s = 0.0
     caches = StageCaches((), (), 0, pin=False)
 
     def __init__(self, capturable: bool = True) -> None:
