@@ -11,9 +11,12 @@ from headroom.bench.figures import BenchSettings
 from headroom.bench.report import report_json
 from headroom.bench.run import count_steps
 from headroom.errors import OptionError
+from headroom.families.synth.recipe import cut, with_mtp
+from headroom.families.synth.values import Source
+from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
 from tests.bench.test_prefix import measured, shown
-from tests.synth_models import write_model
+from tests.synth_models import MODELS, write_model
 
 SMALL = BenchSettings(contexts=(20,), tokens=40, accept=(0.0, 0.8, 1.0), only=("draft",))
 
@@ -50,6 +53,16 @@ def test_the_option_draft_asks_for_the_figures_and_others_stay_without_guesses(
     assert len(both.drafts) == 3
     assert len(both.decodes) == 1
     assert count_steps(replace(decoding, only=("decode", "draft")), peer=False) == 2 + 1 + 4
+
+
+def test_a_prediction_head_neither_guesses_in_other_figures_nor_is_measured(tmp_path: Path) -> None:
+    recipe = with_mtp(replace(MODELS["qwen35"], dims=cut(MODELS["qwen35"].dims, 4)))
+    write_gguf(Source(recipe, seed=3), tmp_path / "m.gguf", "q8_0")
+    decoding = replace(SMALL, only=("decode",), batches=(1,), tokens=8)
+    report = measured(tmp_path / "m.gguf", decoding)
+    assert report.plan.problem.options.draft == "none"
+    with pytest.raises(OptionError, match="so measures no prediction head"):
+        measured(tmp_path / "m.gguf", decoding, draft="mtp")
 
 
 @pytest.mark.parametrize("accept", [(), (1.5,), (0.5, -0.1)])

@@ -202,8 +202,8 @@ def test_guesses_after_some_were_right_are_those_of_a_head_that_read_the_text_fr
 
 
 def warm_prompts(first: list[int]) -> list[list[int]]:
-    """Prompts that go on as an earlier one of whole pages does, each in another way."""
-    return [[*first, 7, 8, 9], [*first, 400, 401], [*first, 77], [*first, *range(20)]]
+    """Prompts that go on after an earlier one of whole pages, and that prompt again."""
+    return [[*first, 7, 8, 9], [*first, 400, 401], [*first, 77], [*first, *range(20)], first]
 
 
 @pytest.mark.parametrize("store", ["pages", "host pages", "files"])
