@@ -43,6 +43,12 @@ SPEECH: dict[str, tuple[str, str, set[str], tuple[str, str] | None]] = {
         {IM_END},
         ("<think>", "</think>"),
     ),
+    "glm4moe": (
+        "[gMASK]<sop><|user|>\n",
+        "<|assistant|>\n",
+        {"<|endoftext|>", "<|user|>"},
+        ("<think>", "</think>"),
+    ),
     "gpt-oss": (
         "<|start|>user<|message|>",
         "<|start|>assistant",

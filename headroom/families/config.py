@@ -37,7 +37,8 @@ class AttentionConfig:
     gate: OutputGate = "none"
     keys_are_values: bool = False  # values are the keys before norm and rotation
     shares: int | None = None  # the layer whose cache this one reads; None: it has its own
-    biases: bool = False  # of all four projections
+    biases: bool = False  # of the projections to queries, keys and values
+    out_bias: bool = False
     sinks: bool = False  # each head has a score that takes a share of softmax and has no value
 
 

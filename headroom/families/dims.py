@@ -46,6 +46,7 @@ class Dims:
     full_head_dim: int = 0
     shared_kv_layers: int = 0  # last layers that read the cache of others
     keys_are_values: bool = False  # full layers have no value projection
+    normed_heads: bool = False  # queries and keys are normed, where models of a family differ
     gate_each_value: bool = False  # there is one output gate per value, not per head
     per_layer_width: int = 0  # values of a token's per-layer input of one layer
     state_heads: int = 0  # value heads of recurrent layers

@@ -86,6 +86,7 @@ def read_config(header: ModelHeader, dims: Dims) -> ModelConfig:
         rope=_rope(header, dims.head_dim),
         scale=dims.head_dim**-0.5,
         biases=True,
+        out_bias=True,
         sinks=True,
     )
     mixers = {"full": full, "window": replace(full, window=dims.window)}

@@ -17,6 +17,7 @@ FILES = (
     "mistral",
     "smollm3",
     "laguna",
+    "glm4_moe",
     "gpt_oss",
     "gemma3",
     "gemma4",

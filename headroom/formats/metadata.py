@@ -24,7 +24,11 @@ CONFIG_KEYS: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rope.freq_base",),
     "num_experts": ("expert_count",),
     "num_local_experts": ("expert_count",),
+    "n_routed_experts": ("expert_count",),
     "num_experts_per_tok": ("expert_used_count",),
+    "n_shared_experts": ("expert_shared_count",),
+    "first_k_dense_replace": ("leading_dense_block_count",),
+    "routed_scaling_factor": ("expert_weights_scale",),
     "moe_intermediate_size": ("expert_feed_forward_length",),
     "shared_expert_intermediate_size": ("expert_shared_feed_forward_length",),
 }

@@ -25,8 +25,8 @@ class Attention:
         self._config = config
         self._pages = pages
         assert not (config.biases and (config.interleaved or config.gate == "query"))
-        self._q = _linear(config, get, "attn.q", query_rows(config))
-        self._out = _linear(config, get, "attn.out")
+        self._q = _linear(get, "attn.q", query_rows(config), bias=config.biases)
+        self._out = _linear(get, "attn.out", bias=config.out_bias)
         self._sinks = get.vector("attn.sinks") if config.sinks else None
         self._keys = None if config.shares is not None else _Keys(config, eps, get, pages)
         self._q_norm = _head_norm(get, "attn.q_norm", eps) if config.head_norms else None
@@ -82,8 +82,8 @@ class _Keys:
     ) -> None:
         self._config = config
         self._pages = pages
-        self._k = _linear(config, get, "attn.k", pair_rows(config, config.kv_heads))
-        self._v = None if config.keys_are_values else _linear(config, get, "attn.v")
+        self._k = _linear(get, "attn.k", pair_rows(config, config.kv_heads), bias=config.biases)
+        self._v = None if config.keys_are_values else _linear(get, "attn.v", bias=config.biases)
         self._k_norm = _head_norm(get, "attn.k_norm", eps) if config.head_norms else None
         self._v_norm = None
         if config.value_norm:
@@ -107,10 +107,9 @@ class _Keys:
 
 
 def _linear(
-    config: AttentionConfig, get: WeightSource, name: str, order: torch.Tensor | None = None
+    get: WeightSource, name: str, order: torch.Tensor | None = None, *, bias: bool
 ) -> Linear:
-    bias = get.vector(f"{name}_bias") if config.biases else None
-    return Linear(get(name, order), get.case, bias)
+    return Linear(get(name, order), get.case, get.vector(f"{name}_bias") if bias else None)
 
 
 def _head_norm(get: WeightSource, name: str, eps: float) -> RmsNorm:

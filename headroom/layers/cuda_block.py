@@ -49,6 +49,8 @@ def fits_cuda(mixer: AttentionConfig | DeltaNetConfig, get: WeightSource) -> boo
         return False
     if isinstance(mixer, DeltaNetConfig):
         return mixer.head_dim == delta_net_scratch.DIM
+    if mixer.sinks or mixer.out_bias:
+        return False
     return mixer.head_dim % 16 == 0 and mixer.head_dim <= attention.MOST_DIM
 
 
@@ -99,6 +101,8 @@ class CudaAttention:
             orders.append(None)
         self._names = names
         self._in = load_merged(get, names, orders)
+        biased = names if config.biases else []
+        self._biases = {name: get.vector(f"{name}_bias") for name in biased}
         self._out = load_merged(get, ["attn.out"])
         head_norms = config.head_norms
         self._head_norms = HeadNorms(
@@ -114,6 +118,8 @@ class CudaAttention:
         config, rows = self._config, len(x)
         normed = normed_rows(x, self._norm, self._narrow)
         outs = dict(zip(self._names, self._in(normed), strict=True))
+        for name, bias in self._biases.items():
+            outs[name].add_(bias)
         keys = outs.get("attn.k")
         projected = Projected(
             outs["attn.q"], keys, outs.get("attn.v", keys), config.heads, config.head_dim

@@ -64,6 +64,8 @@ def refuses_native_block(config: AttentionConfig, get: WeightSource, pages: KvPa
     """Return why the C++ module cannot run this layer in one call; None if it can."""
     if config.head_norms or config.value_norm or config.gate != "none" or config.keys_are_values:
         return "its attention has norms or gates of its own"
+    if config.biases or config.out_bias or config.sinks:
+        return "its attention has biases or sinks"
     case = replace(get.case, k_type=pages.kv.k_type.name, v_type=pages.kv.v_type.name)
     quants = [get.tensors[get.prefix + name].quant for name in MATRICES]
     return native.refuses(case, quants, _head_sizes(config))

@@ -10,7 +10,7 @@ from headroom.families.family import ANY, USUAL, Family
 from headroom.families.registry import FAMILIES, RUNNABLE, read_dims
 from headroom.formats.checkpoint import Checkpoint
 from headroom.plan.shape import ModelShape
-from headroom.plan.sources import header_shape
+from headroom.plan.sources import header_shape, layers_ahead
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     _check_states(checkpoint, config)
     if dims.mtp_refused:
         log.info("describe: the prediction head (MTP) is not used: %s", dims.mtp_refused)
+    elif not dims.mtp and (extra := len(layers_ahead(checkpoint.tensors, dims.layers))):
+        log.info("describe: %d layers that predict further ahead are not used", extra)
     return ModelDescription(checkpoint, config, shape)
 
 

@@ -1,7 +1,7 @@
 """Find the shape of a model for a plan: by a known name, from files, a URL or a hub."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from headroom.errors import FormatError, ModelError, OptionError
@@ -31,7 +31,7 @@ from headroom.plan.shaping import UNUSED_WHERE_SHARED, shape_from, shape_of
 
 # Rotary frequencies, which files of any family may hold; they are computed from settings.
 _FREQUENCIES = re.compile(r"rope_freqs|.*inv_freq")
-_LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.")
+_LAYER = re.compile(r"(?:model\.)?(?:layers|blk)\.(\d+)\.")
 
 
 def find_shape(text: str, home: Path) -> ModelShape:
@@ -125,8 +125,9 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
             raise ModelError(
                 f"{header.metadata.path} has no tensor {ours!r}, which its settings call for."
             )
-    # With extra layers that predict further ahead; safetensors do not count them.
-    all_layers = header.metadata.get_int("block_count")
+    # With extra layers that predict further ahead, which config.json does not count as layers.
+    ahead = header.metadata.get_int("hf.num_nextn_predict_layers", 0)
+    all_layers = header.metadata.get_int("block_count") + ahead
     for name, info in left.items():
         layer = _LAYER.match(name)
         number = -1 if layer is None else int(layer[1])
@@ -139,6 +140,12 @@ def file_types(header: ModelHeader, dims: Dims) -> Types:
                 "models do not use."
             )
     return types
+
+
+def layers_ahead(names: Iterable[str], layers: int) -> set[int]:
+    """Return the numbers of layers after a model's own, which predict further ahead."""
+    found = [int(layer[1]) for name in names if (layer := _LAYER.match(name)) is not None]
+    return {number for number in found if number >= layers}
 
 
 def _may_be_missing(name: str, dims: Dims) -> bool:

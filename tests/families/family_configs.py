@@ -9,6 +9,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LagunaConfig,
@@ -104,6 +106,18 @@ def smollm3(**changes: Any) -> SmolLM3ForCausalLM:
         "num_hidden_layers": 5, "tie_word_embeddings": True, "rope_parameters": rope,
     }  # fmt: skip
     return _build(SmolLM3ForCausalLM, SmolLM3Config(**settings | changes))
+
+
+def glm4_moe(**changes: Any) -> Glm4MoeForCausalLM:
+    """A GLM-4.5 whose first layer is dense; half of each head is rotated."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    settings = COMMON | {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+        "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False, "rope_parameters": rope,
+    }  # fmt: skip
+    return _build(Glm4MoeForCausalLM, Glm4MoeConfig(**settings | changes))
 
 
 def gpt_oss(**changes: Any) -> GptOssForCausalLM:

@@ -21,11 +21,11 @@ ARCHITECTURES = {
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "laguna": "laguna",
     "gemma3_text": "gemma3", "gemma4_text": "gemma4", "mistral": "mistral3",
     "ministral": "mistral3", "ministral3": "mistral3", "smollm3": "smollm3",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
 }  # fmt: skip
 PRE_TOKENIZERS = {"qwen3": "qwen2", "qwen3moe": "qwen2", "laguna": "laguna"}
 PRE_TOKENIZERS |= {"qwen35": "qwen35", "qwen35moe": "qwen35", "mistral3": "tekken"}
-PRE_TOKENIZERS |= {"smollm3": "llama-bpe", "gpt-oss": "gpt-4o"}
+PRE_TOKENIZERS |= {"smollm3": "llama-bpe", "gpt-oss": "gpt-4o", "glm4moe": "glm4"}
 # Families whose conversion puts the rows of rotary pairs side by side.
 PAIRED = ("llama", "mistral3", "smollm3")
 
@@ -97,7 +97,15 @@ GPT_OSS_NAMES = {
     "mlp.experts.gate_up_proj_bias": "ffn_gate_up_exps.bias",
     "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
 }
+GLM4_NAMES = {
+    **{name: ours for name, ours in LAGUNA_NAMES.items() if "g_proj" not in name},
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+}
 OVERRIDES = {
+    "glm4moe": GLM4_NAMES,
     "gpt-oss": GPT_OSS_NAMES,
     "qwen35": DELTA_NAMES, "qwen35moe": DELTA_NAMES, "laguna": LAGUNA_NAMES, "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_NAMES,

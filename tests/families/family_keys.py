@@ -220,7 +220,24 @@ def _gpt_oss(config: Any) -> Keys:
     }
 
 
+def _glm4_moe(config: Any) -> Keys:
+    return {
+        "feed_forward_length": config.intermediate_size,
+        "rope.dimension_count": config.head_dim // 2,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "leading_dense_block_count": config.first_k_dense_replace,
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID.value,
+    }
+
+
 FAMILIES = {
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
     "llama": _llama,
     "mixtral": _mixtral,

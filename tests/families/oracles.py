@@ -81,6 +81,8 @@ VARIANTS: dict[str, Variant] = {
         _variant("ministral3", configs.ministral3),
         _variant("ministral3-magnitude", configs.ministral3, mscale_all_dim=0.0),
         _variant("smollm3", configs.smollm3),
+        _variant("glm4moe", configs.glm4_moe),
+        _variant("glm4moe-air", configs.glm4_moe, use_qk_norm=False, n_shared_experts=2),
         _variant("gpt-oss", configs.gpt_oss),
         _variant("gpt-oss-fused", configs.gpt_oss, fused=True),
         _variant("qwen3-tied", configs.qwen3),

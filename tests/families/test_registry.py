@@ -70,7 +70,7 @@ def tensors_of_single_files() -> set[str]:
 
 def test_general_code_names_no_tensor_of_a_single_family() -> None:
     single = tensors_of_single_files()
-    assert {"inp_gate.weight", "ssm_out.weight", "exp_probs_b.bias"} < single
+    assert {"inp_gate.weight", "ssm_out.weight", "attn_sinks.weight"} < single
     for path in [*GENERAL, *SYNTH]:
         assert [(line, text) for line, text in strings(path) if text in single] == [], path
 

@@ -20,7 +20,7 @@ from tests.stand_in.cuda_on_cpu import COMPILER
 from tests.stand_in.gpu import ADA, stand_in_gpu
 from tests.stand_in.model import ModelOnGpu, run_on_gpu
 
-FUSED = ("qwen3-tied", "gemma4-26b-separate", "gemma4-e2b")
+FUSED = ("qwen3-tied", "glm4moe", "gemma4-26b-separate", "gemma4-e2b")
 # Where two experts have nearly the same score, rounding to f16 picks the other one: no two have it
 # for these tokens.
 TOKENS = torch.randint(3, max(PROMPT), (35,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -53,6 +53,11 @@ SMALL: dict[str, Dims] = {
         window_heads=6, kv_heads=2, head_dim=64, ffn=512, kinds=pattern(8, 4, "window", 0),
         window=64, experts=16, experts_used=4, expert_ffn=256, shared_ffn=256, dense_layers=1,
     ),
+    "glm4moe": Dims(
+        architecture="glm4moe", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
+        head_dim=64, ffn=512, experts=16, experts_used=4, expert_ffn=256, shared_ffn=256,
+        dense_layers=1, normed_heads=True,
+    ),
     "gpt-oss": Dims(
         architecture="gpt-oss", layers=4, hidden=256, vocab=320, context=512, heads=4, kv_heads=2,
         head_dim=64, kinds=pattern(4, 2, "window"), window=64, experts=16, experts_used=4,

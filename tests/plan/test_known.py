@@ -37,7 +37,7 @@ def test_the_published_smollm2_file_is_predicted_to_the_byte() -> None:
     [
         ("mixtral-8x7b", 323, 46.703),
         ("qwen3-0.6b", 310, 0.596), ("qwen3-30b-a3b", 579, 30.532), ("laguna-xs.2", 678, 33.443),
-        ("gpt-oss-20b", 459, 20.915), ("gpt-oss-120b", 687, 116.829),
+        ("glm-4.5-air", 780, 106.852), ("gpt-oss-20b", 459, 20.915), ("gpt-oss-120b", 687, 116.829),
         ("smollm3-3b", 326, 3.075), ("gemma-3-1b", 340, 1.000), ("gemma-3-27b", 808, 27.009),
         ("qwen3.6-27b", 851, 26.896), ("qwen3.6-27b-dflash", 58, 1.730),
     ],

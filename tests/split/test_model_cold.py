@@ -30,7 +30,7 @@ from tests.stand_in.model import GPU, ModelOnGpu, run_on_gpu
 
 PROMPTS = [PROMPT[:5]]
 PIECES = [4, 1]
-FAMILIES = ("mixtral", "qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "gemma4-26b")
+FAMILIES = ("mixtral", "qwen3moe", "qwen3moe-fused", "qwen35moe", "laguna", "glm4moe", "gemma4-26b")
 # Every share by every way where that takes a second; of the others each share and each way once.
 WAYS = [("0%", "cpu"), ("40%", "auto"), ("60%", "gpu"), ("100%", "auto")]
 SHARES, COLD = ("0%", "40%", "60%", "100%"), ("auto", "cpu", "gpu")

@@ -43,6 +43,9 @@ GEMMA3_TURNS = (
     "<start_of_turn>model\nYes<end_of_turn>\n"
     "<start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n"
 )
+GLM_TURNS = (
+    "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHi<|assistant|>\nYes<|user|>\nWhy?<|assistant|>\n"
+)
 HARMONY_TURNS = (
     "<|start|>system<|message|>Be brief.<|end|><|start|>user<|message|>Hi<|end|>"
     "<|start|>assistant<|message|>Yes<|end|><|start|>user<|message|>Why?<|end|><|start|>assistant"
@@ -96,6 +99,7 @@ def test_text_survives_the_tokenizer_of_a_file(family: str, tmp_path: Path) -> N
         ("mistral3", MISTRAL_TURNS, MISTRAL_TURNS),
         ("smollm3", TURNS + "<think>\n\n</think>\n", TURNS),
         ("laguna", LAGUNA_TURNS + "</think>", LAGUNA_TURNS + "<think>"),
+        ("glm4moe", GLM_TURNS + "<think></think>\n", GLM_TURNS),
         ("gpt-oss", HARMONY_TURNS, HARMONY_TURNS),
         ("gemma3", GEMMA3_TURNS, GEMMA3_TURNS),
         (
@@ -127,6 +131,7 @@ def test_special_tokens_stand_at_the_ids_of_the_real_models() -> None:
     assert token("qwen3.6-27b", 248044) == "<|endoftext|>"
     assert token("laguna-xs.2", 24) == "</assistant>"
     assert token("mixtral-8x7b", 2) == "</s>"
+    assert token("glm-4.5-air", 151336) == "<|user|>"
     assert token("gpt-oss-20b", 200002) == "<|return|>"
     assert token("smollm3-3b", 128012) == "<|im_end|>"
     assert token("gemma-3-4b", 106) == "<end_of_turn>"
