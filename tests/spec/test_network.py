@@ -17,10 +17,9 @@ def guessed(*depths: dict[int, float]) -> Guessed:
     )
 
 
-def test_one_candidate_for_each_depth_is_a_chain_of_at_most_as_many_as_asked_for() -> None:
-    drafter = NetworkDrafter(
-        "mtp", lambda each: [guessed({4: 0.9}, {7: 0.1}, {4: 0.2}) for _ in each], chance=0.6
-    )
+def test_guesses_without_chances_are_a_chain_of_at_most_as_many_as_asked_for() -> None:
+    chain = Guessed(torch.tensor([[4], [7], [4]]), None)
+    drafter = NetworkDrafter("mtp", lambda each: [chain for _ in each], chance=0.6)
     short, long = drafter.guess([asked(2), asked(3)])
     assert (short.tokens, short.parents, short.chance) == ((4, 7), (0, 1), 0.6)
     assert long.tokens == (4, 7, 4)
