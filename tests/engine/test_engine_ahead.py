@@ -78,7 +78,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(
 class Often:
     """An upkeep that is due every third token, and notes what is still to be read then."""
 
-    latest = None
+    latest = picks = None
 
     def __init__(self, unread: Callable[[], int]) -> None:
         self._unread, self._last = unread, 0
@@ -155,7 +155,7 @@ def test_the_engine_does_not_rest_while_a_preempted_request_waits_in_its_answer(
 
 def test_expert_counters_are_read_once_for_requests_that_begin_in_one_step() -> None:
     engine, _ = device_engine(TableModel(), settings())
-    engine.upkeep = upkeep = MagicMock(latest=None)
+    engine.upkeep = upkeep = MagicMock(latest=None, picks=None)
     upkeep.idle_s.return_value, upkeep.due.return_value = None, False
     upkeep.end_request.return_value = None
     first: list[queue.SimpleQueue[TokenEvent]] = []
