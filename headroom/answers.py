@@ -220,7 +220,7 @@ class AnswerReader:
         if event.finish_reason is None:
             return AnswerDelta(index=self._index)
         told = event.timings or NO_TIME
-        timings = replace(last.timings, experts=told.experts, stages=told.stages)
+        timings = replace(last.timings, experts=told.experts, stages=told.stages, parts=told.parts)
         return replace(last, timings=timings)
 
 

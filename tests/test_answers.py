@@ -146,14 +146,16 @@ def test_the_end_at_a_stop_text_waits_for_what_the_experts_cost() -> None:
     stopped = reader.read(token_event(ord("-"), 2))
     late = reader.read(token_event(98, 3, timings=replace(TIMINGS, decode_s=5.0)))
     cost = {"hit_rate": 0.5}
-    timings = replace(TIMINGS, decode_s=9.0, experts=cost)
+    parts = {"layers": 0.5}
+    timings = replace(TIMINGS, decode_s=9.0, experts=cost, parts=parts)
     end = reader.read(token_event(None, 3, "cancelled", timings=timings))
     assert [first.text, stopped.text, late.text, end.text] == ["a", "", "", ""]
     assert engine.cancelled == ["a"]
     assert stopped.finish_reason is None
     assert late.is_empty
     assert (end.finish_reason, end.generated_tokens, end.token) == ("stop", 2, None)
-    assert end.timings == replace(TIMINGS, experts=cost)  # the times up to the stop text
+    # The times up to the stop text.
+    assert end.timings == replace(TIMINGS, experts=cost, parts=parts)
     whole = join_deltas([first, stopped, end])
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("a", (97, ord("-")), "stop")
 
