@@ -20,7 +20,7 @@ from tests.running import run_steps
 FOR_EXPERTS = ("fp8-blocks", "w4a16", "w8a8", "awq", "gptq-zeros", "gptq-ordered", "nvfp4", "mxfp4")
 CASES = [
     *(("llama", method) for method in METHODS if method not in ("gptq-2", "w8a16")),
-    *(("qwen3-untied", method) for method in ("fp8-rows", "w4a16-zeros", "gptq", "awq")),
+    *(("qwen3-untied", method) for method in ("fp8-rows", "w4a16-zeros")),
     *(("qwen3moe", method) for method in FOR_EXPERTS),
 ]
 

@@ -11,6 +11,8 @@ from headroom.errors import ModelError
 from headroom.families.config import AttentionConfig
 from headroom.families.files import open_checkpoint
 from headroom.plan.describe import describe
+from tests.families import family_configs as configs
+from tests.families.family_gguf import write_gguf
 from tests.families.oracles import PROMPT, oracle_logits, variant
 from tests.optional import optional
 from tests.running import run_steps
@@ -18,15 +20,30 @@ from tests.running import run_steps
 gguf = optional("gguf")
 
 
-@pytest.mark.parametrize(("name", "normed"), [("glm4moe", True), ("glm4moe-air", False)])
-def test_heads_are_normed_where_a_file_has_norms(name: str, normed: bool, tmp_path: Path) -> None:
-    for path in (
-        variant(name).save_safetensors(tmp_path / "m"),
-        variant(name).save_gguf(tmp_path / "m.gguf"),
-    ):
-        for layer in describe(open_checkpoint(path)).config.layers:
-            assert isinstance(layer.mixer, AttentionConfig)
-            assert (layer.mixer.head_norms, layer.mixer.rope.dims) == (normed, 16)
+@pytest.mark.parametrize("format", ["safetensors", "gguf"])
+def test_a_model_like_air_without_norms_of_heads_equals_transformers(
+    format: str, tmp_path: Path
+) -> None:
+    model = configs.glm4_moe(use_qk_norm=False, n_shared_experts=2)
+    path = tmp_path / "m.gguf"
+    if format == "gguf":
+        write_gguf(model, path, "F32", fused=False, unused_keys=False)
+    else:
+        path = tmp_path / "m"
+        model.save_pretrained(path)
+    checkpoint = open_checkpoint(path)
+    logits = run_steps(checkpoint, [PROMPT], [[20, 1, 3]])[0]
+    torch.testing.assert_close(logits, oracle_logits(model, PROMPT), atol=1e-4, rtol=0)
+    assert [norms_heads(path), norms_heads(variant("glm4moe").save_gguf(tmp_path / "n.gguf"))] == [
+        False,
+        True,
+    ]
+
+
+def norms_heads(path: Path) -> bool:
+    mixer = describe(open_checkpoint(path)).config.layers[0].mixer
+    assert isinstance(mixer, AttentionConfig)
+    return mixer.head_norms
 
 
 def test_a_layer_that_predicts_ahead_is_not_loaded(

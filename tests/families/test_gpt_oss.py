@@ -48,6 +48,13 @@ def test_a_published_folder_equals_transformers(tmp_path: Path, kernels: str) ->
     torch.testing.assert_close(logits, oracle_logits(model, PROMPT), atol=1e-4, rtol=1e-4)
 
 
+def test_gates_and_ups_in_one_tensor_of_a_gguf_file_equal_transformers(tmp_path: Path) -> None:
+    path = variant("gpt-oss").save_gguf(tmp_path / "m.gguf", fused=True)
+    logits = run_steps(open_checkpoint(path), [PROMPT], [[20, 1, 3]])[0]
+    wanted = oracle_logits(variant("gpt-oss").model(), PROMPT)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+
+
 def ropes(path: Path) -> set[tuple[float, ...]]:
     layers = describe(open_checkpoint(path)).config.layers
     mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
