@@ -251,7 +251,7 @@ def with_draft(shape: ModelShape, options: Options) -> list[ModelShape]:
     """Return the shapes of the model and of its draft, if one is named."""
     if options.draft_model is None:
         return [shape]
-    from headroom.plan.sources import draft_shape  # imports numpy, too
+    from headroom.plan.drafts import draft_shape  # imports numpy, too
 
     return [shape, draft_shape(options.draft_model, shape, options.home_path)]
 

@@ -134,3 +134,22 @@ class ModelConfig:
         total = len(self.layers)
         why = f"{recurrent} of {total} layers are linear attention, with one state a sequence"
         return why if recurrent else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """A draft model, which reads features of a target model and guesses a block of tokens.
+
+    It has neither embedding nor head: both are the target's.
+    """
+
+    name: str
+    hidden: int  # also of the target
+    vocab: int  # of the target; 0: the file does not say
+    norm_eps: float
+    layers: tuple[LayerConfig, ...]
+    causal: tuple[bool, ...]  # by layer: a token of the block does not see those after it
+    block: int  # tokens of a block: the last known one, and masks in place of those to guess
+    mask_token: int
+    taps: tuple[int, ...]  # target layers whose outputs are the features, from 0
+    target_layers: int  # layers of the target; 0: the file does not say

@@ -58,6 +58,7 @@ class Dims:
     mtp_fused: bool = False  # gate and up of that layer's experts lie in one tensor
     # Why such a layer of the file does not run; "" if it does, or if there is none.
     mtp_refused: str = field(default="", compare=False)
+    block: int = 0  # tokens of a draft's block: the last known one, and those to guess
     # Why `context` is shorter than the file's, for error texts; "" if it is not.
     context_end: str = field(default="", compare=False)
 
@@ -183,9 +184,10 @@ def common_dims(facts: Facts, **more: Any) -> Dims:
         "architecture": facts.header.architecture,
         "layers": facts.layers,
         "hidden": hidden,
-        "context": facts.size("context_length"),
         "tied": facts.header.metadata.tied,
     }
+    if "context" not in more:
+        values["context"] = facts.size("context_length")
     if "vocab" not in more:
         values["vocab"] = facts.rows("embed") or facts.size("vocab_size")
     if "heads" not in more:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from headroom.families.config import LayerConfig, ModelConfig
+from headroom.families.config import DraftConfig, LayerConfig, ModelConfig
 from headroom.families.dims import Dims, Facts, LayerDims, Tensors
 from headroom.families.tensors import outer_tensors
 from headroom.formats.header import ModelHeader
@@ -213,6 +213,8 @@ class Family:
     # The parts of every layer, from settings and checked sizes; None: a draft, which does not run
     # alone.
     read_config: Callable[[ModelHeader, Dims], ModelConfig] | None
+    # Of a draft: its parts, for a target of so many layers.
+    read_draft: Callable[[ModelHeader, Dims, int], DraftConfig] | None = None
     # Settings with the only values that the family's arithmetic covers; others are refused.
     fixed: FixedSettings = field(default_factory=dict)
     # Why no GPU runs the family, as the end of a sentence; "" if GPUs run it.

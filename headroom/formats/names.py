@@ -65,6 +65,7 @@ class Naming:
     """How the files of one architecture name the model and those tensors that few others have."""
 
     architecture: str  # general.architecture of its GGUF files
+    other_architectures: tuple[str, ...] = ()  # what other converters write there
     model_types: tuple[str, ...] = ()  # model_type of its config.json
     # Entries of `architectures` in config.json that name this architecture whatever the model_type.
     classes: tuple[str, ...] = ()
@@ -87,7 +88,10 @@ Namings = Mapping[str, Naming]  # by architecture
 
 def find_naming(architecture: str, namings: Namings) -> Naming:
     """Return the naming of an architecture; one that is not listed has the shared names alone."""
-    return namings.get(architecture) or Naming(architecture=architecture)
+    for naming in namings.values():
+        if architecture == naming.architecture or architecture in naming.other_architectures:
+            return naming
+    return Naming(architecture=architecture)
 
 
 def canonical_name(name: str, naming: Naming, format: Format, layers: int = 0) -> str:

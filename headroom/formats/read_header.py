@@ -18,16 +18,16 @@ from headroom.formats.tensor import TensorInfo
 def gguf_header(parts: Sequence[GgufFile], path: Path, namings: Namings) -> ModelHeader:
     """Return the header of a GGUF model from its parsed parts."""
     values = parts[0].values
-    architecture = values.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
+    written = values.get("general.architecture")
+    if not isinstance(written, str) or not written:
         raise FormatError(f"{path} has no general.architecture.", hint="It is not a model file.")
-    naming = find_naming(architecture, namings)
+    naming = find_naming(written, namings)
     tensors = _by_name(_all_tensors(parts), naming, "gguf", path)
-    metadata = Metadata(values.without_prefix(f"{architecture}."), path, "head" not in tensors)
+    metadata = Metadata(values.without_prefix(f"{written}."), path, "head" not in tensors)
     return ModelHeader(
         name=model_title(path),
         format="gguf",
-        architecture=architecture,
+        architecture=naming.architecture,
         metadata=metadata,
         tensors=tensors,
     )

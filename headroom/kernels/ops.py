@@ -97,7 +97,7 @@ class Span:
 
     Row i is cached as token start + i. Without a tree this is also its position. In a draft tree
     a row's position is start + its depth, and it sees only its ancestors and itself among the rows
-    of the span.
+    of the span. For attention on CPUs, all rows may see all rows: then each is as deep as the last.
     """
 
     first_row: int  # the span's first row in the step

@@ -32,7 +32,7 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
             f"{checkpoint.path} is a {checkpoint.architecture!r} model, which is not supported.",
             hint=f"Supported: {', '.join(RUNNABLE)}.",
         )
-    _refuse_unknown_settings(checkpoint, family)
+    refuse_unknown_settings(checkpoint, family)
     _check_value_length(checkpoint)
     header = checkpoint.header
     dims = read_dims(header)
@@ -47,7 +47,8 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
     return ModelDescription(checkpoint, config, shape)
 
 
-def _refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
+def refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
+    """Refuse settings that change the arithmetic and that the family does not cover."""
     for key, allowed in {**USUAL, **family.fixed}.items():
         value = checkpoint.metadata.values.get(key)
         if value is None or allowed is ANY or value in allowed:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from headroom.errors import FormatError, ModelError, OptionError
+from headroom.errors import FormatError, ModelError
 from headroom.families.dims import Dims
 from headroom.families.files import open_checkpoint, open_header
 from headroom.families.registry import (
@@ -46,14 +46,19 @@ def find_source(text: str, home: Path) -> PlanSource:
     """
     if is_known(text):
         return PlanSource(known_shape(text))
-    base, mix_name = split_mix(text)
-    if mix_name and (file := _file_of_quant(text, home)) is not None:
-        base, mix_name = file, ""
-    found = _open_model(base, home)
+    found, mix_name = open_source(text, home)
     if isinstance(found, Checkpoint):
         checkpoint = None if mix_name else found
         return PlanSource(header_shape(found.header, mix_name), checkpoint)
     return PlanSource(header_shape(found, mix_name))
+
+
+def open_source(text: str, home: Path) -> tuple[Checkpoint | ModelHeader, str]:
+    """Return a model by path, URL or name of a hub, and the mix that is named after it."""
+    base, mix_name = split_mix(text)
+    if mix_name and (file := _file_of_quant(text, home)) is not None:
+        base, mix_name = file, ""
+    return _open_model(base, home), mix_name
 
 
 def _file_of_quant(text: str, home: Path) -> str | None:
@@ -198,23 +203,3 @@ def _checked(info: TensorInfo, shape: tuple[int, ...], header: ModelHeader) -> Q
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
-
-
-def draft_shape(text: str, target: ModelShape, home: Path) -> ModelShape:
-    """Return the shape of a draft that was made for the target."""
-    draft = find_shape(text, home)
-    if not draft.taps:
-        drafts = ", ".join(name for name, dims in KNOWN.items() if dims.taps)
-        raise OptionError(
-            f"--draft {text} is not a draft: it reads no features of another model.",
-            hint=f"Known drafts: {drafts}.",
-            param="draft",
-        )
-    if draft.tap_width != target.hidden:
-        raise OptionError(
-            f"--draft {text} is made for a model with {draft.tap_width} values a token; "
-            f"{target.name} has {target.hidden}.",
-            hint="Choose the draft of this model.",
-            param="draft",
-        )
-    return draft

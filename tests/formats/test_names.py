@@ -116,9 +116,20 @@ def test_no_two_rows_have_a_name_in_common() -> None:
 @pytest.mark.parametrize("naming", NAMINGS.values(), ids=NAMINGS)
 def test_no_two_rows_of_an_architecture_have_a_name_in_common(naming: Naming) -> None:
     for rows in (naming.model_names, naming.layer_names):
-        for column in range(3):
+        for column in (1, 2):
             names = [row[column] for row in rows if row[column]]
             assert len(set(names)) == len(names)
+        # A tensor may have several names in GGUF files, whose converters differ.
+        ours = [row[0] for row in rows if row[2]]
+        assert len(set(ours)) == len(ours)
+
+
+def test_what_other_converters_write_is_the_same_architecture() -> None:
+    others = [name for naming in NAMINGS.values() for name in naming.other_architectures]
+    assert len(others) == len({*others} - NAMINGS.keys()) > 0
+    for naming in NAMINGS.values():
+        for name in (naming.architecture, *naming.other_architectures):
+            assert find_naming(name, NAMINGS) is naming
 
 
 def test_an_architecture_that_is_not_listed_has_the_shared_names() -> None:

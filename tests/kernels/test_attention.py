@@ -103,6 +103,23 @@ def test_a_path_of_a_tree_equals_its_tokens_as_a_sequence(
         torch.testing.assert_close(result[row], expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [5, 17])
+@pytest.mark.parametrize("kernel", kernels("attention"), ids=str)
+def test_all_rows_of_a_block_see_all_of_it(kernel: Kernel, rows: int, isa: str) -> None:
+    torch.manual_seed(4)
+    cache, pages, start = filled_cache(("f32", "f32"), 2, 32), torch.randperm(64), 250
+    queries = torch.randn(rows, 6, 32)
+    block = Span(0, rows, start, pages, tree=torch.ones(rows, rows, dtype=torch.bool))
+    place = torch.arange(start + rows)
+    slots = pages[place // 16] * 16 + place % 16
+    keys, values = cache.keys[slots].double(), cache.values[slots].double()
+    for window, first in ((0, 0), (40, start + rows - 40)):  # all rows count as the last one
+        result = kernel.run(queries, cache, (block,), 0.2, window)
+        scores = torch.einsum("qgd,kd->qgk", queries[:, :3].double() * 0.2, keys[first:, 0])
+        expected = torch.einsum("qgk,kd->qgd", scores.softmax(-1), values[first:, 0])
+        torch.testing.assert_close(result[:, :3].double(), expected, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("kernel", kernels("attention"), ids=str)
 def test_keys_outside_the_window_are_never_read(kernel: Kernel, tree: bool, isa: str) -> None:

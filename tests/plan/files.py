@@ -81,7 +81,7 @@ SMALL: dict[str, Dims] = {
     ),
     "dflash": Dims(
         architecture="dflash", layers=4, hidden=256, vocab=1, context=512, heads=4, kv_heads=2,
-        head_dim=128, ffn=512, kinds=pattern(4, 4, "window"), window=128, taps=3,
+        head_dim=128, ffn=512, kinds=pattern(4, 4, "window"), window=128, taps=3, block=16,
     ),
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from headroom.plan.describe import describe
 from headroom.plan.known import known_shape, smaller_mixes
 from headroom.plan.shape import ModelShape
 from headroom.plan.shaping import shape_of
-from headroom.plan.sources import draft_shape, find_shape, header_shape
+from headroom.plan.sources import find_shape, header_shape
 from headroom.units import GIB
 from tests.plan.files import SMALL, write_gguf
 from tests.tiny import llama_config, random_model, save_safetensors
@@ -315,15 +315,6 @@ def test_an_unknown_model_lists_what_there_is(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_mix_follows_a_name_after_a_colon(text: str, parts: tuple[str, str]) -> None:
     assert split_mix(text) == parts
-
-
-def test_a_draft_must_be_one_and_must_fit_its_target(tmp_path: Path) -> None:
-    target = known_shape("qwen3.6-27b")
-    assert draft_shape("qwen3.6-27b-dflash", target, tmp_path).taps == 5
-    with pytest.raises(OptionError, match="is not a draft"):
-        draft_shape("qwen3-0.6b", target, tmp_path)
-    with pytest.raises(OptionError, match="made for a model with 2048 values a token"):
-        draft_shape("qwen3.6-35b-a3b-dflash", target, tmp_path)
 
 
 def test_smaller_mixes_are_in_order_and_only_of_known_models() -> None:

@@ -104,13 +104,13 @@ struct Ops::Queries {
     void see(const AttentionShape& shape, const SpanView& span, int64_t row, int query) {
         const uint8_t* mask = span.tree ? span.tree + row * span.rows : nullptr;
         int64_t depth = row;
-        if (mask) {
+        if (mask) {  // in a block of masked tokens, rows see later rows, too
             depth = -1;
-            for (int64_t i = 0; i <= row; ++i) depth += mask[i];
+            for (int64_t i = 0; i < span.rows; ++i) depth += mask[i];
         }
         first[query] = first_key(span.start + depth, shape.window);
         if (mask) first[query] = std::min(first[query], span.start);
-        last[query] = span.start + row + 1;
+        last[query] = span.start + (mask ? span.rows : row + 1);
         shallowest[query] = first_key(depth, shape.window);
         tree[query] = mask;
     }
