@@ -37,6 +37,7 @@ from headroom.formats.sampling import SamplingDefaults
 from headroom.machine.devices import torch_name
 from headroom.options import Options, load_options, warn_unknown_variables
 from headroom.plan.describe import ModelDescription, describe
+from headroom.plan.drafts import DraftDescription, describe_draft
 from headroom.plan.plan import Plan
 from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
@@ -110,6 +111,7 @@ def open_engine(
         )
     if tap is not None and options.draft is None:
         options = replace(options, draft="none")
+    draft = open_draft(options, model.shape)  # the model that guesses tokens ahead; None: none does
     records = read_records(  # which experts earlier runs chose
         model.checkpoint, model.shape, options, measuring=measuring
     )
@@ -118,7 +120,11 @@ def open_engine(
     with end_on_error(workers):
         if workers is None:
             # where every byte goes
-            plan = make_run_plan(model.shape, options, memory_left, features=features)
+            plan = make_run_plan(
+                *(model.shape, options, memory_left),
+                features=features,
+                draft=None if draft is None else draft.shape,
+            )
         else:
             plan = make_worker_plan(model.shape, workers.devices, options, features)
         _log_plan(plan)
@@ -129,11 +135,16 @@ def open_engine(
         planning_s = time.perf_counter() - started
         if workers is None:
             limit_memory(plan, options.device_memory)
-            pipeline = start_pipeline(plan, model, progress, placement, tap)  # weights on devices
+            pipeline = start_pipeline(  # weights on devices
+                plan, model, progress, placement, tap, draft
+            )
         else:
             pipeline = open_worker_pipeline(workers, plan, model, options, progress, placement)
         upkeep = open_upkeep(pipeline, records)  # exchanges experts between steps
-        files = open_prefix_files(model.checkpoint.identity, plan, pipeline, options)
+        identity = model.checkpoint.identity
+        if draft is not None:  # caches hold its keys and values, too
+            identity += f" {draft.checkpoint.identity} {options.feature_dtype}"
+        files = open_prefix_files(identity, plan, pipeline, options)
         chosen = plan.problem.options  # with the drafter of a file that has one
         drafter = drafter or open_drafter(chosen, pipeline)  # guesses tokens ahead
         if drafter is not None:
@@ -144,6 +155,15 @@ def open_engine(
             draft_always=options.draft_always,
         )
     return OpenedModel(engine, pipeline, plan, model.shape, planning_s, tap)
+
+
+def open_draft(options: Options, target: ModelShape) -> DraftDescription | None:
+    """Return the draft model that the options name; None: they name none."""
+    if options.draft_model is None:
+        return None
+    return describe_draft(
+        open_checkpoint(find_weights(options.draft_model, options.home_path)), target
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")
 SWAP_WINDOW = 8192  # tokens; exchanges of experts follow the choices of about the last so many
 NGRAM = "ngram"
 MTP = "mtp"
+DFLASH = "dflash"  # what requests call a draft model
 DRAFTERS = (NGRAM, MTP)  # values of --draft that need no other model
 NGRAM_GUESSES = 8  # usual ones, found in the text
 MTP_GUESSES = 4  # usual ones of a prediction head, which sees less the further ahead it looks
@@ -213,13 +214,12 @@ class Options:
         minimum=1,
         maximum=MOST_GUESSES,
     )
-    ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     feature_dtype: str = option(
         "f32",
-        "type of the hidden states kept for a draft model",
-        group="plan",
+        "type of the target's hidden states that a draft model reads of each step",
         choices=FEATURE_TYPES,
     )
+    ram: str | None = option(None, "host memory to plan for, as in 64GiB", group="plan")
     activation_model: str = option(
         "own",
         "how the plan counts scratch: its own formula, or the published one",

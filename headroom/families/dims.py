@@ -54,11 +54,11 @@ class Dims:
     state_dim: int = 128  # of their keys and values
     conv: int = 4  # tokens that their convolution sees
     taps: int = 0  # target layers that a draft reads
+    block: int = 0  # tokens of a draft's block: the last known one, and those to guess
     mtp: bool = False  # a layer behind the model's own predicts further ahead
     mtp_fused: bool = False  # gate and up of that layer's experts lie in one tensor
     # Why such a layer of the file does not run; "" if it does, or if there is none.
     mtp_refused: str = field(default="", compare=False)
-    block: int = 0  # tokens of a draft's block: the last known one, and those to guess
     # Why `context` is shorter than the file's, for error texts; "" if it is not.
     context_end: str = field(default="", compare=False)
 

@@ -42,11 +42,6 @@ class Attention:
         self._rope: RopeOp = pick("rope", case).run
         self._attend: AttentionOp = pick("attention", case).run
 
-    def cache(self, x: torch.Tensor, batch: Batch) -> None:
-        """Cache the keys and values of rows without attending to anything."""
-        assert self._keys is not None, "a layer that shares a cache does not fill it"
-        self._keys.write(x, batch, *rope_tables(self._config.rope, batch))
-
     @part_of_step("attention")
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return attention's output for normed rows, and cache their keys and values."""

@@ -39,9 +39,9 @@ class FeatureRows:
         """Return the first rows of a layer as they are kept: floats, or bytes of q8_0 blocks."""
         return self._find()[:rows, self.layers.index(layer)]
 
-    def read(self, layer: int, rows: int) -> torch.Tensor:
-        """Return the first rows of a layer as float32 `[rows, hidden]` on the stage's device."""
-        stored = self.stored(layer, rows)
+    def read(self, layer: int, rows: int, first: int = 0) -> torch.Tensor:
+        """Return rows of a layer from a first one on, float32 `[rows, hidden]`, on its device."""
+        stored = self.stored(layer, first + rows)[first:]
         return stored.float() if self._plain else dequantise(stored, self._quant, self.hidden)
 
 
@@ -119,11 +119,12 @@ class ModelFeatures:
         self.settle()
         return self._stage_of[layer].stored(layer, rows)
 
-    def read(self, rows: int, device: str) -> torch.Tensor:
-        """Return the first rows of all layers as float32 `[rows, layers, hidden]` on a device.
+    def read(self, rows: int, device: str, first: int = 0) -> torch.Tensor:
+        """Return rows of all layers from a first one on, float32 `[rows, layers, hidden]`.
 
         The layers have the order of the request. A copy to the host waits for the step.
         """
         self.settle()
-        found = [self._stage_of[layer].read(layer, rows) for layer in self.request.layers]
+        stages = self._stage_of
+        found = [stages[layer].read(layer, rows, first) for layer in self.request.layers]
         return torch.stack([part.to(device) for part in found], dim=1)

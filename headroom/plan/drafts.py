@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headroom.errors import ModelError, OptionError
@@ -34,36 +34,35 @@ class DraftDescription:
 
 def describe_draft(checkpoint: Checkpoint, target: ModelShape) -> DraftDescription:
     """Read a draft's settings, and check them against its tensors and the target."""
-    header = checkpoint.header
-    shape = header_draft_shape(header, target)
-    family = FAMILIES[header.architecture]
-    assert family.read_draft is not None, "shapes with taps are those of drafts"
-    refuse_unknown_settings(checkpoint, family)
-    config = family.read_draft(header, read_dims(header), len(target.layers))
-    _check_target(config, shape, target)
+    config, shape = _read(checkpoint.header, target)
+    refuse_unknown_settings(checkpoint, FAMILIES[checkpoint.architecture])
     return DraftDescription(checkpoint, config, shape)
 
 
 def draft_shape(text: str, target: ModelShape, home: Path) -> ModelShape:
     """Return the shape of a draft that was made for the target, by name, path or URL."""
-    if is_known(text):
-        shape = known_shape(text)
-        _check_shape(shape, target)
-        return shape
-    found, mix = open_source(text, home)
-    header = found.header if isinstance(found, Checkpoint) else found
-    return header_draft_shape(header, target, mix)
+    if not is_known(text):
+        found, mix = open_source(text, home)
+        header = found.header if isinstance(found, Checkpoint) else found
+        return _read(header, target, mix)[1]
+    shape = known_shape(text)
+    _check_shape(shape, target)
+    _check_taps(shape.name, shape.tap_layers, target)
+    return shape
 
 
-def header_draft_shape(header: ModelHeader, target: ModelShape, mix: str = "") -> ModelShape:
-    """Return the shape of a draft, with the types of its file or of a mix."""
+def _read(header: ModelHeader, target: ModelShape, mix: str = "") -> tuple[DraftConfig, ModelShape]:
+    """Return the configuration and the shape of a draft, with the types of its file or of a mix."""
     _refuse_other_kinds(header)
     family = FAMILIES.get(header.architecture)
     if family is None or family.read_draft is None:
         raise _no_draft(header.name)
-    shape = header_shape(header, mix)
+    dims = read_dims(header)
+    shape = header_shape(header, mix, dims)
     _check_shape(shape, target)
-    return shape
+    config = family.read_draft(header, dims, len(target.layers))
+    _check_target(config, shape, target)
+    return config, replace(shape, tap_layers=config.taps)
 
 
 def _refuse_other_kinds(header: ModelHeader) -> None:
@@ -103,7 +102,7 @@ def _check_shape(draft: ModelShape, target: ModelShape) -> None:
 
 def _check_target(config: DraftConfig, shape: ModelShape, target: ModelShape) -> None:
     """Refuse drafts that were made for another target."""
-    layers, taps = len(target.layers), config.taps
+    layers = len(target.layers)
     if config.target_layers not in (0, layers):
         raise _other_target(
             f"{config.name} is made for a model of {config.target_layers} layers; {target.name} "
@@ -118,16 +117,22 @@ def _check_target(config: DraftConfig, shape: ModelShape, target: ModelShape) ->
             f"The mask of {config.name} is token {config.mask_token}; {target.name} has "
             f"{target.vocab} tokens"
         )
+    _check_taps(config.name, config.taps, target)
+    if len(config.taps) != shape.taps:
+        raise ModelError(
+            f"{config.name} names {len(config.taps)} layers of the target, and its projection "
+            f"reads {shape.taps}.",
+            param="draft",
+        )
+
+
+def _check_taps(name: str, taps: Sequence[int], target: ModelShape) -> None:
+    """Refuse layers that the target does not have."""
+    layers = len(target.layers)
     if not all(0 <= tap < layers for tap in taps) or len(set(taps)) != len(taps):
         raise _other_target(
-            f"{config.name} reads the layers {', '.join(map(str, taps))}; {target.name} has "
-            f"{layers} layers"
-        )
-    if len(taps) != shape.taps:
-        raise ModelError(
-            f"{config.name} names {len(taps)} layers of the target, and its projection reads "
-            f"{shape.taps}.",
-            param="draft",
+            f"{name} reads the layers {', '.join(map(str, taps))}; {target.name} has {layers} "
+            "layers"
         )
 
 

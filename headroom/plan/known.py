@@ -21,8 +21,11 @@ def known_shape(text: str, *, mtp: bool = False) -> ModelShape:
     if dims is None:
         raise OptionError(f"{name!r} is no known model.", hint=f"Known: {', '.join(KNOWN)}.")
     mix_name = mix_name or ("bf16" if dims.taps else "q4_k_m")
-    dims = replace(dims, mtp=mtp and find_family(dims.architecture).has_mtp)
-    return shape_of(f"{name}:{mix_name}", dims, find_mix(mix_name))
+    family = find_family(dims.architecture)
+    taps = family.synthesis.recipe(name, dims).taps
+    dims = replace(dims, mtp=mtp and family.has_mtp)
+    shape = shape_of(f"{name}:{mix_name}", dims, find_mix(mix_name))
+    return replace(shape, tap_layers=taps)
 
 
 def smaller_mixes(text: str) -> Mapping[str, ModelShape]:

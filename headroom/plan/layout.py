@@ -16,7 +16,7 @@ from headroom.plan.experts import (
 from headroom.plan.lines import (
     NOT_ALLOCATED,
     Line,
-    draft_lines,
+    cached_layers,
     embed_bytes,
     host_page_bytes,
     host_pages_line,
@@ -276,8 +276,6 @@ class _Builder:
             lines.insert(1, _table(stage, "embeddings", note, head=tied, lookups=True))
         elif index == 0 and model.tied and alone:
             lines.insert(1, _table(stage, "embeddings", "also the head", head=True))
-        if final and self.request.draft is not None:
-            lines += draft_lines(self.request.draft, model, stage.settings, self.request)
         return lines + runtime_lines(device)
 
     def _layers(self, index: int) -> tuple[LayerShape, ...]:
@@ -386,14 +384,16 @@ class _Builder:
         """Return the host's lines other than those of experts."""
         lines, first = [], self.stages[0]
         snapshots = sum(
-            snapshots_bytes(stage.model, self.ranges[index], stage.settings)
+            snapshots_bytes(stage.model, self.ranges[index], stage.settings, self.request.draft)
             for index, stage in enumerate(self.stages)
             if not stage.device.holds_all
         )
         if snapshots:
             lines.append(snapshots_line(snapshots, first.settings))
         page = sum(
-            host_page_bytes(self._layers(index), stage.settings)
+            host_page_bytes(
+                cached_layers(stage.model, self.ranges[index], self.request.draft), stage.settings
+            )
             for index, stage in enumerate(self.stages)
             if not stage.device.holds_all
         )

@@ -153,17 +153,31 @@ def snapshot_bytes(layers: Sequence[LayerShape], settings: PlanSettings) -> int:
     return total
 
 
-def snapshots_bytes(model: ModelShape, layer_range: LayerRange, settings: PlanSettings) -> int:
-    """Return the bytes of all snapshots of a stage, with their logits at the last stage.
+def snapshots_bytes(
+    model: ModelShape,
+    layer_range: LayerRange,
+    settings: PlanSettings,
+    draft: ModelShape | None,
+) -> int:
+    """Return the bytes of all snapshots of a stage; the last one has logits and the draft, too.
 
     The engine's process keeps the logits, so that they are no part of a worker's memory.
     """
-    first, last = layer_range
-    size = settings.snapshots * snapshot_bytes(model.layers[first : last + 1], settings)
+    layers = cached_layers(model, layer_range, draft)
+    size = settings.snapshots * snapshot_bytes(layers, settings)
     if StagePlace.of(layer_range, len(model.layers)).ends and not settings.worker:
         size += kept_logits_bytes(model, settings)
         size += settings.snapshots * mtp_snapshot_bytes(model, settings)
     return size
+
+
+def cached_layers(
+    model: ModelShape, layer_range: LayerRange, draft: ModelShape | None
+) -> tuple[LayerShape, ...]:
+    """Return the layers of a stage, and those of a draft at the last stage."""
+    first, last = layer_range
+    ends = StagePlace.of(layer_range, len(model.layers)).ends
+    return (*model.layers[first : last + 1], *(draft.layers if ends and draft is not None else ()))
 
 
 def kept_logits_bytes(model: ModelShape, settings: PlanSettings) -> int:
@@ -319,6 +333,8 @@ def stage_lines(
     place = StagePlace.of(layer_range, len(model.layers))
     ends = place.ends
     guesses = ends and settings.mtp and model.mtp is not None
+    draft = request.draft if ends else None
+    cached = cached_layers(model, layer_range, draft)
     core = core_bytes(layers, settings) + outer_bytes(model, settings, place)
     norm = " and the final norm" if ends else ""
     lines = [
@@ -327,7 +343,7 @@ def stage_lines(
         staging_line(model, layer_range, settings),
         workspace_line(
             model,
-            (*layers, model.mtp) if guesses and model.mtp else layers,
+            (*layers, model.mtp) if guesses and model.mtp else cached,
             device,
             settings,
             request,
@@ -336,8 +352,9 @@ def stage_lines(
     if request.features is not None and request.features.within(layer_range):
         lines.append(features_line(model, layer_range, settings, request.features))
     if device.holds_all and settings.snapshots:
-        lines.append(snapshots_line(snapshots_bytes(model, layer_range, settings), settings))
-    page = host_page_bytes(layers, settings)
+        size = snapshots_bytes(model, layer_range, settings, request.draft)
+        lines.append(snapshots_line(size, settings))
+    page = host_page_bytes(cached, settings)
     page += mtp_page_bytes(model, settings) if ends else 0
     if device.holds_all and page and settings.host_pages:
         lines.append(host_pages_line(page, settings))
@@ -347,6 +364,8 @@ def stage_lines(
         lines.append(Line("verify_scratch", verify_bytes(layers, settings), why))
     if guesses:
         lines += mtp_lines(model, settings)
+    if draft is not None:
+        lines += draft_lines(draft, settings)
     if ends:
         head = head_bytes(model, settings)
         lines.append(Line("head", head, f"{model.vocab} x {model.hidden}, {settings.weights}"))
@@ -399,19 +418,24 @@ def _graphs_line(
     return Line("graphs", sum(parts.values()), why)
 
 
-def draft_lines(
-    draft: ModelShape, target: ModelShape, settings: PlanSettings, request: PlanRequest
-) -> list[Line]:
+def draft_lines(draft: ModelShape, settings: PlanSettings) -> list[Line]:
     """Return the lines of a draft model; it uses the target's embedding and head."""
-    weights = sum(layer.core_bytes for layer in draft.layers) + draft.norm_bytes
-    cache = sum(kv_bytes(layer, settings) for layer in draft.layers)
-    rows, width = settings.rows, draft.taps * (draft.tap_width or target.hidden)
-    ring = feature_ring_bytes(rows, width, request.feature_type)
+    weights = core_bytes(draft.layers, settings) + norm_bytes(draft, settings)
+    cache = sum(draft_kv_bytes(layer, settings) for layer in draft.layers)
+    rows, kinds = settings.rows, f"keys {settings.k_type}, values {settings.v_type}"
+    state = f"{counted(rows, 'row')} of projected features x {draft.hidden} values, f32"
     return [
         Line("draft_weights", weights, f"{counted(len(draft.layers), 'layer')} of {draft.name}"),
-        Line("draft_kv", cache, f"{settings.cache_tokens} tokens"),
-        Line("feature_ring", ring, f"{rows} rows x {width} values, {request.feature_type}"),
+        Line("draft_kv", cache, f"{settings.cache_tokens} tokens and those to guess, {kinds}"),
+        Line("draft_state", rows * draft.hidden * F32_BYTES, state),
     ]
+
+
+def draft_kv_bytes(layer: LayerShape, settings: PlanSettings) -> int:
+    """Return the bytes of a draft layer's KV pages, with those for what it guesses."""
+    pages = settings.window_pages(layer.window) if layer.kind == "window" else settings.draft_pages
+    token = kv_token_bytes(layer, settings.k_type, settings.v_type)
+    return pages * settings.page_size * token
 
 
 @dataclass(frozen=True, slots=True)

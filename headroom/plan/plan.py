@@ -34,7 +34,7 @@ from headroom.plan.settings import (
     PlanStage,
     held_shape,
 )
-from headroom.plan.shape import F32_BYTES, ModelShape
+from headroom.plan.shape import F32_BYTES, LayerShape, ModelShape
 from headroom.plan.sharing import parse_split
 from headroom.plan.solver import (
     Candidate,
@@ -219,7 +219,8 @@ class PlanProblem:
     def _host_pages(self, stages: Sequence[PlanStage]) -> int:
         """Return how many pages host memory holds beside the snapshots; each stage has its part."""
         each = max(
-            host_page_bytes(x.model.layers, x.settings) + mtp_page_bytes(x.model, x.settings)
+            host_page_bytes((*x.model.layers, *self._draft_layers), x.settings)
+            + mtp_page_bytes(x.model, x.settings)
             for x in stages
         )
         if not each:  # all layers have windows or states, and pages hold nothing
@@ -231,16 +232,21 @@ class PlanProblem:
     def _snapshot_bytes(self, stages: Sequence[PlanStage]) -> int:
         """Return the bytes of a snapshot with its logits; 0 if pages alone are enough."""
         each = max(
-            snapshot_bytes(x.model.layers, x.settings) + mtp_snapshot_bytes(x.model, x.settings)
+            snapshot_bytes((*x.model.layers, *self._draft_layers), x.settings)
+            + mtp_snapshot_bytes(x.model, x.settings)
             for x in stages
         )
         return each + self.model.vocab * F32_BYTES if each else 0
 
     @property
+    def _draft_layers(self) -> tuple[LayerShape, ...]:
+        return () if self.request.draft is None else self.request.draft.layers
+
+    @property
     def draft_tokens(self) -> int:
         """Tokens that are guessed for a sequence at a time, by the draft or without a model."""
-        if self.request.draft is not None:
-            return self.options.draft_tokens or MOST_GUESSES
+        if self.request.draft is not None:  # usually a chain that fills the block
+            return self.options.draft_tokens or min(self.request.draft.block - 1, MOST_GUESSES)
         return self.options.most_guesses
 
     @property
@@ -351,13 +357,16 @@ def make_plan(
     if options.draft is None and shapes[0].mtp is not None and _may_verify(devices):
         options = replace(options, draft=MTP)
     if options.drafts and options.draft_model is None:
-        _check_verifies(devices)
+        check_verifies(devices)
     if options.draft == MTP and shapes[0].mtp is None:
         raise _no_mtp(shapes[0])
     model, draft = shapes[0], shapes[1] if len(shapes) > 1 else None
     stages = [device for device in devices if device.runs_layers]
     options = _with_read_types(model, stages, options)
     kinds = tuple(StageKind.of(device, model, options) for device in stages)
+    if draft is not None:
+        draft = _held_draft(draft, stages[-1], options)
+        features = _draft_features(draft, options, features)
     if features is not None:
         _check_features(features, len(model.layers))
     request = replace(_request(kinds[0].model, draft, devices, options), features=features)
@@ -418,6 +427,31 @@ def _with_read_types(model: ModelShape, stages: Sequence[DeviceSpec], options: O
     return replace(options, weights="unpacked")
 
 
+def _held_draft(draft: ModelShape, device: DeviceSpec, options: Options) -> ModelShape:
+    """Return a draft with the bytes of its weights as the kernels of the last stage hold them."""
+    if draft.unread_types and options.kernels != "reference" and options.weights != "unpacked":
+        raise PlanError(
+            f"{draft.name} has weights of {', '.join(draft.unread_types)}, which no product reads "
+            "packed.",
+            hint="Choose another quantisation of the draft.",
+            param="draft",
+        )
+    return StageKind.of(device, draft, options).model
+
+
+def _draft_features(
+    draft: ModelShape, options: Options, features: FeatureRequest | None
+) -> FeatureRequest:
+    """Return which output rows of the target its draft reads."""
+    if features is not None:
+        raise OptionError(
+            "Features of other layers than those that a draft reads cannot be kept.",
+            hint="Leave out --draft.",
+            param="draft",
+        )
+    return FeatureRequest(draft.tap_layers, options.feature_dtype)
+
+
 def _may_verify(devices: Sequence[DeviceSpec]) -> bool:
     """Return whether all devices that run layers verify guesses: the CPUs of this process."""
     return all(x.kind == "cpu" and not x.worker for x in devices if x.runs_layers)
@@ -433,8 +467,8 @@ def _no_mtp(model: ModelShape) -> OptionError:
     )
 
 
-def _check_verifies(devices: Sequence[DeviceSpec]) -> None:
-    """Refuse guesses without a draft model if a device that runs layers cannot verify them."""
+def check_verifies(devices: Sequence[DeviceSpec]) -> None:
+    """Refuse guesses if a device that runs layers cannot verify them."""
     gpus = [device.name for device in devices if device.runs_layers and device.kind != "cpu"]
     if gpus:
         raise OptionError(
@@ -533,7 +567,6 @@ def _request(
         expert_bytes=parse_expert_budget(budget, model.expert_bytes) if budget else None,
         published_activation=options.activation_model == "published",
         draft=draft,
-        feature_type=options.feature_dtype,
         snapshot_bytes=_snapshot_bytes(devices, options),
         host_page_bytes=_snapshot_bytes(devices, options) if options.cache_ram else 0,
         most_snapshots=MOST_SNAPSHOTS if options.cache_ram else USUAL_SNAPSHOTS,

@@ -144,7 +144,6 @@ class PlanRequest:
     expert_bytes: int | None = None  # most bytes of hot experts; None: as many as fit
     published_activation: bool = False  # take the published formula for the workspace
     draft: ModelShape | None = None
-    feature_type: str = "f32"  # of the features that a draft reads
     features: FeatureRequest | None = None  # None: no layer's output rows are kept
     snapshot_bytes: int = 0  # most host memory for snapshots
     most_snapshots: int = 0

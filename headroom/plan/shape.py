@@ -177,6 +177,8 @@ class ModelShape:
     mtp_refused: str = ""
     taps: int = 0  # of a draft: target layers whose outputs it reads
     tap_width: int = 0  # of a draft: values of one tapped output
+    tap_layers: tuple[int, ...] = ()  # of a draft whose target is known: numbers of these layers
+    block: int = 0  # of a draft: tokens of its block, the last known one and those to guess
     panels: OuterPadding = OuterPadding()  # what C++ kernels add
     tiles: OuterPadding = OuterPadding()  # what a GPU's kernels add
     # Types of matrices that no product reads as they lie in the file, and those of routed experts.

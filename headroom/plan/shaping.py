@@ -71,6 +71,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         side_values=dims.layers * dims.per_layer_width,
         taps=dims.taps,
         tap_width=dims.hidden if dims.taps else 0,
+        block=dims.block,
         panels=panels,
         tiles=tiles,
         cpu_only=family.cpu_only,

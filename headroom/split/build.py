@@ -1,6 +1,6 @@
 """load_model(): loads the weights of one stage as planned, and builds its layers from them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from headroom.experts.traces.trace import TracedLayer
 from headroom.families.config import (
     AttentionConfig,
     DeltaNetConfig,
+    DraftConfig,
     ExpertsConfig,
     FfnConfig,
     LayerConfig,
@@ -50,7 +51,9 @@ from headroom.layers.cuda_block import (
     fits_cuda,
 )
 from headroom.layers.delta_net import DeltaNet
-from headroom.layers.features import StageFeatures
+from headroom.layers.dflash import DFlashNetwork, Target
+from headroom.layers.draft_network import DraftNetwork
+from headroom.layers.features import ModelFeatures, StageFeatures
 from headroom.layers.guesses import Guesses, Keeper, KeptRows
 from headroom.layers.modules import Embedding, Head, Mlp, RmsNorm
 from headroom.layers.mtp import HiddenStates, MtpHead
@@ -66,6 +69,15 @@ from headroom.plan.plan import Plan
 from headroom.split.model import Model
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftFiles:
+    """A draft model whose weights the last stage loads, beside its own layers."""
+
+    config: DraftConfig
+    tensors: Mapping[str, TensorInfo]
+    earlier: tuple[StageFeatures, ...]  # features that stages before the last one keep
+
+
 def load_model(
     config: ModelConfig,
     tensors: Mapping[str, TensorInfo],
@@ -75,12 +87,13 @@ def load_model(
     placement: ExpertPlacement | None = None,
     tap: RouterTap | None = None,
     embedding: Embedding | None = None,
+    draft: DraftFiles | None = None,
 ) -> Model:
     """Load the weights of one stage to its device of the plan and build its layers.
 
     `placement` says which experts are hot; without one the device holds all experts. `tap` records
     or replaces the picks of all routers. `embedding` is that of the first stage, which a prediction
-    head on a later one reads, too.
+    head or a draft on a later one reads, too. `draft` is loaded to the last stage.
     """
     settings = device.settings
     torch_device = torch_name(device.name)
@@ -102,7 +115,7 @@ def load_model(
             tensors, physical_name(device.name), settings, count, config.norm_offset, upload
         )
         builder = _StageBuilder(config, source, plan, device, place, workspace, tap)
-        return builder.build(placement, embedding)
+        return builder.build(placement, embedding, draft)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +155,12 @@ class _StageBuilder:
         self._draft_pages: list[KvPages] = []
         self._keepers: list[Keeper] = []  # parts that have to know which guesses stay
 
-    def build(self, placement: ExpertPlacement | None, embedding: Embedding | None) -> Model:
+    def build(
+        self,
+        placement: ExpertPlacement | None,
+        embedding: Embedding | None,
+        draft: DraftFiles | None,
+    ) -> Model:
         """Load all weights, in the order in which a step uses them."""
         config, source = self._config, self._source
         first, last = self._device.layers
@@ -160,12 +178,16 @@ class _StageBuilder:
             self._tap = self._router_tap.open(self._tap_site(self._routing))
         blocks = [self._build_layer(layer) for layer in layers]
         own = None if table is None else Embedding(table, source.case, config.embed_scale)
-        head, network = None, None
+        head, features = None, self._open_features()
+        network: DraftNetwork | None = None
         if self._place.ends:
             vocabulary, norm = self._load_vocabulary(table), self._final_norm()
             head = self._head(norm, vocabulary)
             if self._settings.mtp:
                 network = self._open_mtp_head(vocabulary, norm, own or embedding)
+            elif draft is not None:
+                kept = draft.earlier if features is None else (*draft.earlier, features)
+                network = self._open_draft(draft, kept, head, own or embedding)
         caches = self._open_caches()
         return Model(
             embedding=own,
@@ -178,8 +200,8 @@ class _StageBuilder:
             tap=self._tap,
             cold_experts=self._cold_experts,
             caches=caches,
-            features=self._open_features(),
-            guesses=Guesses([*self._keepers, *self._pages.values(), *self._draft_pages])
+            features=features,
+            guesses=Guesses([*self._keepers, *self._pages.values()])
             if self._settings.verify_rows
             else None,
             draft_network=network,
@@ -264,8 +286,44 @@ class _StageBuilder:
         )
         self._draft_pages.append(pages)
         self._states.append(states.last)
-        self._keepers.append(head)
+        self._keepers += (head, pages)
         return head
+
+    def _open_draft(
+        self,
+        draft: DraftFiles,
+        kept: Sequence[StageFeatures],
+        head: Head,
+        embedding: Embedding | None,
+    ) -> DFlashNetwork:
+        """Load a draft model, and allocate what it keeps of sequences."""
+        config, settings = self._config, self._settings
+        request, count = self._plan.problem.request.features, self._source.count
+        assert request is not None, "the plan keeps the features that the draft reads"
+        assert embedding is not None, "all stages are in this process"
+        features, logits_for = ModelFeatures(request, kept), self._workspace.logits_for
+        weights = open_weights(
+            draft.tensors,
+            physical_name(self._device.name),
+            settings,
+            lambda line, size_bytes: count("draft_weights", size_bytes),
+        )
+
+        def embed(tokens: torch.Tensor) -> torch.Tensor:
+            return embedding(tokens, torch.empty(len(tokens), config.hidden))
+
+        target = Target(
+            embed=embed,
+            score=lambda rows: head.product(rows, logits_for(len(rows))),
+            logits_rows=settings.logits_rows,
+            features=lambda first, rows: features.read(rows, "cpu", first),
+        )
+        network = DFlashNetwork(draft.config, weights, settings, target)
+        count("draft_kv", sum(pages.nbytes for pages in network.pages))
+        count("draft_state", network.state_bytes)
+        self._draft_pages += network.pages
+        self._keepers.append(network)
+        return network
 
     def _mtp_ffn(self, layer: LayerConfig, get: WeightSource) -> Ffn:
         """Build the feed-forward part of the layer that predicts further ahead.

@@ -23,7 +23,7 @@ from headroom.machine.targets import is_local, plan_devices
 from headroom.machine.torch_gpus import gpu_memory, read_gpu, read_torch
 from headroom.options import ROUNDED_TYPES, Options
 from headroom.plan.layout import DevicePlan
-from headroom.plan.plan import Plan, make_plan
+from headroom.plan.plan import Plan, check_verifies, make_plan
 from headroom.plan.settings import FeatureRequest
 from headroom.plan.shape import ModelShape
 from headroom.split.unused import without_gpu_options, without_plan_options
@@ -47,6 +47,7 @@ class _PlannedModel:
     left: Mapping[str, int] = field(default_factory=dict)  # as in `make_run_plan`
     freed: Mapping[str, int] = field(default_factory=dict)
     features: FeatureRequest | None = None
+    draft: ModelShape | None = None  # a model that guesses tokens ahead
 
 
 def make_run_plan(
@@ -55,6 +56,7 @@ def make_run_plan(
     left: Mapping[str, int] = NOTHING_LOADED,
     freed: Mapping[str, int] = NOTHING_FREED,
     features: FeatureRequest | None = None,
+    draft: ModelShape | None = None,
 ) -> Plan:
     """Return a plan that this machine can run, or raise an error that says why it cannot.
 
@@ -63,9 +65,11 @@ def make_run_plan(
     take over. `left` is the memory in bytes that other loaded models leave of a device, by its
     name. `freed` is what the plan may count on besides the memory that is free now: that of loaded
     models which would be unloaded first. `features` are the layers whose output rows are kept.
+    `draft` guesses tokens ahead.
     """
     CODE.open(options.home_path)
-    options, model = without_plan_options(options), _PlannedModel(shape, left, freed, features)
+    options = without_plan_options(options)
+    model = _PlannedModel(shape, left, freed, features, draft)
     if options.device is not None:
         devices = _devices(options, model)
         check_devices(devices, options)
@@ -314,7 +318,10 @@ def _check_free_memory(plan: Plan, freed: Mapping[str, int]) -> None:
 
 
 def _checked_plan(model: _PlannedModel, devices: list[DeviceSpec], options: Options) -> Plan:
-    plan = make_plan([model.shape], devices, options, model.features)
+    if model.draft is not None:
+        check_verifies(devices)
+    shapes = [shape for shape in (model.shape, model.draft) if shape is not None]
+    plan = make_plan(shapes, devices, options, model.features)
     for device in plan.devices:
         if device.hot_experts < device.total_experts:
             _check_cold(device, options)

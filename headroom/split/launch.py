@@ -29,11 +29,12 @@ from headroom.machine.readiness import out_of_memory
 from headroom.machine.torch_gpus import gpu_memory
 from headroom.plan.cost_model import exchange_speeds
 from headroom.plan.describe import ModelDescription
+from headroom.plan.drafts import DraftDescription
 from headroom.plan.layout import DevicePlan
 from headroom.plan.lines import NOT_ALLOCATED, Line
 from headroom.plan.plan import Plan
 from headroom.progress import LoadProgress, ignore_progress
-from headroom.split.build import load_model
+from headroom.split.build import DraftFiles, load_model
 from headroom.split.gpu_stage import GpuStage
 from headroom.split.memory_check import check_memory, held_already, open_device_memory
 from headroom.split.model import Model
@@ -59,11 +60,13 @@ def start_pipeline(
     progress: LoadProgress = ignore_progress,
     placement: ExpertPlacement | None = None,
     tap: RouterTap | None = None,
+    draft: DraftDescription | None = None,
 ) -> Pipeline:
     """Load the model as the plan says, and return the pipeline that runs it.
 
     If the plan leaves experts cold, `placement` says which; without one, each layer has its planned
     number of hot experts, evenly spread. `tap` records or replaces the picks of all routers.
+    `draft` guesses tokens ahead.
     """
     settings = plan.settings
     set_threads(settings.threads, pin=settings.pin_threads)
@@ -84,7 +87,11 @@ def start_pipeline(
         own = placement if device.hot_experts < device.total_experts else None
         allocated = memory[device.name].allocated
         embedding = loaded[0].embedding if loaded else None
-        part, own_times = _load(plan, device, model, own, tap, count, allocated, embedding)
+        files = None
+        if draft is not None and device is devices[-1]:
+            kept = tuple(part.features for part in loaded if part.features is not None)
+            files = DraftFiles(draft.config, draft.checkpoint.tensors, kept)
+        part, own_times = _load(plan, device, model, own, tap, count, allocated, embedding, files)
         loaded.append(part)
         times = times.plus(own_times)
     told.end()
@@ -306,6 +313,7 @@ def _load(
     count: Callable[[str, int], None],
     allocated: Mapping[str, int],  # what `count` has counted on the device
     embedding: Embedding | None = None,  # of the first stage
+    draft: DraftFiles | None = None,
 ) -> tuple[Model, LoadTimes]:
     """Load a device's layers; log how long that took."""
     loaded_bytes = 0
@@ -322,7 +330,8 @@ def _load(
         started = time.perf_counter()  # after CUDA has started
         tensors = model.checkpoint.tensors
         loaded = load_model(
-            model.config, tensors, plan, device, count_weights, placement, tap, embedding
+            *(model.config, tensors, plan, device, count_weights, placement, tap, embedding),
+            draft=draft,
         )
         times = LoadTimes(loaded_bytes, time.perf_counter() - started)
     size, speed = gib(times.weights_bytes), times.bytes_per_s / 1e9

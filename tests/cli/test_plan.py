@@ -110,7 +110,7 @@ def test_the_json_has_exactly_the_documented_keys(capsys: pytest.CaptureFixture[
     assert report["version"] == schema["version"] == 1
     names = {line["name"] for line in (*report["devices"][0]["lines"], *report["host"]["lines"])}
     assert names <= set(LINE_NAMES)
-    assert {"hot_experts", "cold_experts", "draft_weights", "feature_ring"} <= names
+    assert {"hot_experts", "cold_experts", "draft_weights", "features"} <= names
     assert all(f"| `{name}` |" in text for name in LINE_NAMES)
 
 
@@ -132,9 +132,10 @@ def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     assert report["precision"]["activation"] == "f16"  # of an sm75
     lines = {line["name"]: line for line in report["devices"][2]["lines"]}
     assert "published formula" in lines["workspace"]["why"]
-    assert lines["feature_ring"]["bytes"] == 258 * 25600 * 34 // 32
+    assert lines["features"]["bytes"] == 2 * 258 * 5120 * 34 // 32  # of the layers 46 and 61
     host = {line["name"]: line["bytes"] for line in report["host"]["lines"]}
     each = 150_994_944 + 48 * 3 * 10240 * 4 + 248320 * 4
+    each += 4 * 33 * 64 * 8 * (4 * 24 + 4 * 18)  # the draft's windows, keys q5_1 and values q4_0
     assert host["snapshots"] == (2 << 30) // each * each  # half of --cache-ram; pages have the rest
     assert "cached keys are kept in q5_1" in report["lossy"]
     assert "cached values are kept in q4_0" in report["lossy"]

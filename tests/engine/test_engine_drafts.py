@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from headroom.engine.request import GenerationRequest, SamplingParams, TokenEvent
-from headroom.errors import OptionError, RequestError
+from headroom.errors import FormatError, OptionError, RequestError
 from headroom.experts.traces.taps import TraceRecorder
 from headroom.families.files import open_checkpoint
 from headroom.llm import LLM
@@ -323,7 +323,9 @@ def test_a_request_may_do_without_guesses_and_may_not_ask_for_unknown_ones(
             assert (llm.engine.stats().guessed_tokens > before) == guessed
     with pytest.raises(RequestError, match="'ngram', and the engine was started with none"):
         plain.engine.check(plain.request(prompt, replace(PARAMS, draft="ngram")))
-    with pytest.raises(RequestError, match="draft is 'oracle'; it must be one of ngram, mtp, none"):
+    with pytest.raises(
+        RequestError, match="draft is 'oracle'; it must be one of ngram, mtp, dflash, none"
+    ):
         replace(PARAMS, draft="oracle")
 
 
@@ -370,8 +372,8 @@ def test_20000_short_answers_are_distributed_as_those_without_guesses(
     assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_a_draft_model_and_workers_are_refused_before_anything_is_loaded(model: Path) -> None:
-    with pytest.raises(OptionError, match="names a draft model, which headroom plans but does not"):
+def test_a_name_for_plans_and_workers_are_refused_before_anything_is_loaded(model: Path) -> None:
+    with pytest.raises(FormatError, match=r"qwen3.6-27b-dflash is a name for plans"):
         LLM(str(model), draft="qwen3.6-27b-dflash", **SETTINGS)
     with pytest.raises(OptionError, match="Worker processes do not verify guessed tokens"):
         LLM(str(model), draft="ngram", workers="2", **SETTINGS)

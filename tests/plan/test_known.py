@@ -143,14 +143,24 @@ def test_a_draft_adds_its_lines_to_the_last_device() -> None:
     plan = make_plan(shapes, [gpu(12, "cuda:0"), gpu(16, "cuda:1"), host(64)], options)
     first, last = (device.allocated for device in plan.devices)
     assert last["draft_weights"] == shapes[1].weight_bytes
-    assert last["feature_ring"] == plan.settings.rows * 25600 * 34 // 32
+    rows, taps = plan.settings.rows, [1, 16, 31, 46, 61]
+    assert shapes[1].tap_layers == tuple(taps)
+    there = sum(tap > plan.devices[0].layers.last for tap in taps)
+    assert 0 < there < 5
+    row = 5120 * 34 // 32
+    stream = plan.devices[0].settings.stream_rows
+    assert (first["features"], last["features"]) == (
+        (5 - there) * stream * row,
+        there * stream * row,
+    )
+    assert last["draft_state"] == rows * 5120 * 4
     assert last["logits"] == 32 * 248320 * 4 + sampler_bytes(DECODE_ROWS, 248320)
     assert "verify_scratch" in first
     assert "draft_weights" not in first
     why = {line.name: line.why for line in plan.devices[-1].lines}
     assert why["draft_weights"] == f"5 layers of {shapes[1].name}"
-    assert why["draft_kv"] == "4096 tokens"
-    assert why["feature_ring"] == f"{plan.settings.rows} rows x 25600 values, q8_0"
+    assert why["draft_kv"].startswith("4096 tokens and those to guess")
+    assert why["features"] == f"{there} layers x {stream} rows x 5120 values, q8_0"
 
 
 def test_per_layer_tables_of_gemma_stay_with_the_host() -> None:

@@ -27,6 +27,7 @@ from headroom.plan.lines import (
     head_bytes,
     logits_rows,
     lookup_bytes,
+    norm_bytes,
     outer_bytes,
 )
 from headroom.plan.plan import Plan
@@ -217,18 +218,20 @@ def _expert_spare(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
 
 
 def _kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    yield from _cache(place.layers, place.settings)
+    yield from _cache(place.layers, place.settings, place.settings.pages)
 
 
 def _draft_kv(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    if (mtp := _mtp(place)) is not None:
-        yield from _cache([mtp], place.settings, place.settings.draft_pages)
-        return
-    yield from _cache(_draft(plan).layers, place.settings)
+    mtp, draft = _mtp(place), plan.problem.request.draft
+    layers = [mtp] if mtp is not None else [] if draft is None else list(draft.layers)
+    yield from _cache(layers, place.settings, place.settings.draft_pages)
 
 
 def _draft_state(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
     row = Factor(place.model.hidden, "value"), Factor(F32_BYTES, "byte")
+    if _mtp(place) is None:
+        yield Term((Factor(place.settings.rows, "row"), *row), "of projected features")
+        return
     yield Term((Factor(place.settings.parallel, "sequence"), *row))
     yield Term((Factor(place.settings.verify_rows, "row"), *row), "of a step with guesses")
 
@@ -238,15 +241,13 @@ def _mtp(place: Place) -> LayerShape | None:
     return place.model.mtp if place.settings.mtp else None
 
 
-def _cache(
-    layers: Sequence[LayerShape], settings: PlanSettings, lent: int | None = None
-) -> Iterator[Term]:
+def _cache(layers: Sequence[LayerShape], settings: PlanSettings, lent: int) -> Iterator[Term]:
     sizes: Counter[tuple[str, int, int, int, int]] = Counter()
     for layer in layers:
         if layer.kind == "recurrent" or not layer.owns_kv or not layer.kv_heads:
             continue
         window = layer.kind == "window"
-        pages = settings.window_pages(layer.window) if window else lent or settings.pages
+        pages = settings.window_pages(layer.window) if window else lent
         key = (KINDS[layer.kind], pages, layer.kv_heads, layer.key_dim, layer.value_dim)
         sizes[key] += 1
     for (kind, pages, heads, key_dim, value_dim), count in sizes.items():
@@ -320,27 +321,18 @@ def _logits(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
         yield plain_term(drawing, f"of tables and scratch that draw tokens of {DECODE_ROWS} rows")
 
 
-def _draft(plan: Plan) -> ModelShape:
-    draft = plan.problem.request.draft
-    assert draft is not None
-    return draft
-
-
 def _draft_weights(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
+    settings = place.settings
     if (mtp := _mtp(place)) is not None:
         if mtp.experts:
             yield Term((Factor(mtp.experts, "expert"), Factor(mtp.expert_bytes, "byte")))
         yield plain_term(line.bytes - mtp.all_expert_bytes, "of the layer besides experts")
         return
-    draft = _draft(plan)
-    for size, count in Counter(layer.core_bytes for layer in draft.layers).items():
+    draft = plan.problem.request.draft
+    assert draft is not None
+    for size, count in Counter(core_bytes([layer], settings) for layer in draft.layers).items():
         yield Term((Factor(count, "layer"), Factor(size, "byte")))
-    yield plain_term(draft.norm_bytes, "outside the layers")
-
-
-def _feature_ring(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
-    rows = place.settings.rows
-    yield Term((Factor(rows, "row"), Factor(line.bytes // rows, "byte")), note=line.why)
+    yield plain_term(norm_bytes(draft, settings), "outside the layers")
 
 
 def _features(plan: Plan, place: Place, line: Line) -> Iterator[Term]:
@@ -400,7 +392,6 @@ TERMS: dict[str, Callable[[Plan, Place, Line], Iterator[Term]]] = {
     "draft_kv": _draft_kv,
     "draft_state": _draft_state,
     "features": _features,
-    "feature_ring": _feature_ring,
     "snapshots": _snapshots,
     "host_pages": _host_pages,
     "graphs": _graphs,

@@ -35,7 +35,6 @@ LOOKS = {
     "draft_kv": LineLook("y", "bright_magenta", "#b183c9", "draft KV cache"),
     "draft_state": LineLook("q", "magenta", "#9d6fc0", "draft state"),
     "features": LineLook("m", "bright_magenta", "#e0c9ec", "features"),
-    "feature_ring": LineLook("f", "magenta", "#cfaede", "feature ring"),
     "graphs": LineLook("g", "white", "#7f8794", "graphs"),
     "runtime": LineLook("r", "white", "#9aa1ac", "runtime"),
     "reserve": LineLook("u", "bright_black", "#bcc2cb", "reserve"),

@@ -23,7 +23,6 @@ const NAMES = {
   draft_kv: "KV cache of the draft",
   draft_state: "Hidden states for the draft",
   features: "Output rows of layers",
-  feature_ring: "Features for the draft",
   graphs: "Captured steps",
   runtime: "Libraries and driver",
   reserve: "Reserve",
@@ -35,7 +34,7 @@ const KINDS = {
   core_weights: "weights", embeddings: "weights-2", head: "weights-3",
   hot_experts: "hot", cold_experts: "cold", expert_staging: "move", expert_spare: "move-2",
   kv: "state", recurrent_state: "state-2", snapshots: "state-3", host_pages: "state-4",
-  draft_weights: "draft", draft_kv: "draft-2", draft_state: "draft-3", feature_ring: "draft-3", features: "draft-4",
+  draft_weights: "draft", draft_kv: "draft-2", draft_state: "draft-3", features: "draft-4",
   workspace: "work", staging: "work-2", verify_scratch: "work-3", logits: "work-4",
   runtime: "system", graphs: "system-2", reserve: "system-3",
 };

@@ -12,7 +12,7 @@ from tests.plan.shapes import gpu, host, hybrid_plan, laguna
 LINE_NAMES = {
     "core_weights", "hot_experts", "cold_experts", "embeddings", "head", "kv", "recurrent_state",
     "verify_scratch", "staging", "workspace", "logits", "draft_weights", "draft_kv",
-    "feature_ring", "graphs", "runtime", "reserve", "snapshots", "host_pages",
+    "draft_state", "features", "graphs", "runtime", "reserve", "snapshots", "host_pages",
     "expert_staging", "expert_spare",
 }  # fmt: skip
 
