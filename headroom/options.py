@@ -201,16 +201,17 @@ class Options:
     draft: str | None = option(
         None,
         "what guesses tokens ahead: mtp is the prediction head of the file, ngram looks in the "
-        "prompt and the answer, none generates one token at a time; a plan also takes a draft "
-        "model (default: mtp on CPUs if the file has such a head, else none)",
+        "prompt and the answer, a file, folder or name is a DFlash draft of the model, none "
+        "generates one token at a time (default: mtp on CPUs if the file has such a head, else "
+        "none)",
     )
     draft_always: bool = option(
         False, "check as many guesses as there are, even where that makes answers slower"
     )
     draft_tokens: int | None = option(
         None,
-        "tokens that are guessed for a conversation at a time, at most (default: 8 by ngram, 4 by "
-        "mtp)",
+        "tokens that are guessed for a conversation at a time, at most; more than a draft model's "
+        "block has make a tree (default: 8 by ngram, 4 by mtp, the block of a draft model)",
         minimum=1,
         maximum=MOST_GUESSES,
     )

@@ -46,6 +46,8 @@ def tell_unused(plan: Plan, options: Options, where: str = "here") -> None:
                     what,
                     devices[0].name,
                 )
+    if options.draft_model is None and (given := _given(options, ("feature_dtype",))):
+        log.warning("plan: without effect %s: %s; no draft model is named", where, given[0])
     if options.exact_batch and all(device.kind == "cpu" for device in devices):
         log.warning(
             "plan: without effect on answers %s: --exact-batch; on a CPU, a row's products never "
