@@ -2,37 +2,78 @@
 
 Nothing can guess the tokens of random weights. So the tokens of an answer are recorded without
 guesses first, and a drafter guesses these with a given probability each: steps cost what they cost
-with any drafter that needs no model.
+with any drafter that needs no model. A draft model guesses, too, and its tokens are replaced, so
+that its time counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
 from headroom.bench.figures import BenchSettings, DraftFigure, Figures
 from headroom.bench.workload import TimedRequest, random_prompt
 from headroom.engine.request import SamplingParams
+from headroom.layers.draft_network import Asked, Guessed
 from headroom.llm import OpenedModel
-from headroom.options import NGRAM
+from headroom.options import DFLASH, NGRAM
 from headroom.progress import StepCounter
 from headroom.spec.draft import NO_DRAFT, Draft
+from headroom.spec.drafter import Drafter
+from headroom.spec.network import NetworkDrafter
 
 SEED = 22  # of the prompt and of which guesses are right
 
 
-class ImposedDrafter:
-    """Guesses chains of recorded tokens, each of which is right with a given probability."""
+class Imposed:
+    """Guesses recorded tokens, each of which is right with a given probability.
 
-    name = NGRAM  # requests need not choose it
+    Only one request runs, so that the place in its text says what comes.
+    """
 
     def __init__(self) -> None:
         self._text: tuple[int, ...] = ()  # a prompt and its answer
         self._share, self._vocab = 0.0, 2
         self._chance = Random(SEED)
+        # The engine's draft network, whose work is measured though its tokens are not used.
+        self.network: Callable[[Sequence[Asked]], list[Guessed]] | None = None
+
+    def drafter(self, *, network: bool) -> Drafter:
+        """Return what an engine asks: as a draft network, or as a drafter that needs no model."""
+        return NetworkDrafter(DFLASH, self.replaced, 1.0) if network else ImposedDrafter(self)
 
     def impose(self, text: Sequence[int], share: float, vocab: int) -> None:
         """Guess so that the share of `text`'s tokens is right; others of the vocabulary are not."""
         self._text, self._share, self._vocab = tuple(text), share, vocab
         self._chance = Random(SEED)
+
+    def tokens(self, known: int, most: int) -> list[int]:
+        """Return recorded tokens after so many known ones, some of them changed."""
+        return [
+            token if self._chance.random() < self._share else (token + 1) % self._vocab
+            for token in self._text[known : known + most]
+        ]
+
+    def replaced(self, asked: Sequence[Asked]) -> list[Guessed]:
+        """Let the network guess, and return its guesses with the tokens to be guessed first."""
+        assert self.network is not None
+        found = []
+        for one, guessed in zip(asked, self.network(asked), strict=True):
+            rows = guessed.tokens.clone()
+            for row, token in zip(rows, self.tokens(one.start + 1, len(rows)), strict=False):
+                same = row == token
+                row[same] = row[0].clone()  # the two change places
+                row[0] = token
+            found.append(replace(guessed, tokens=rows))
+        return found
+
+
+class ImposedDrafter:
+    """Guesses chains of recorded tokens without a network."""
+
+    name = NGRAM  # requests need not choose it
+
+    def __init__(self, imposed: Imposed) -> None:
+        self._imposed = imposed
 
     def begin(self) -> "ImposedDrafter":
         """Return the drafter itself: only one request runs."""
@@ -40,15 +81,8 @@ class ImposedDrafter:
 
     def guess(self, tokens: Sequence[int], most: int) -> Draft:
         """Return the next recorded tokens, some of them changed."""
-        coming = self._text[len(tokens) : len(tokens) + most]
-        if not coming:
-            return NO_DRAFT
-        return Draft.chain(
-            [
-                token if self._chance.random() < self._share else (token + 1) % self._vocab
-                for token in coming
-            ]
-        )
+        coming = self._imposed.tokens(len(tokens), most)
+        return Draft.chain(coming) if coming else NO_DRAFT
 
 
 class DraftBench:
@@ -59,11 +93,11 @@ class DraftBench:
         opened: OpenedModel,
         settings: BenchSettings,
         steps: StepCounter,
-        drafter: ImposedDrafter,
+        imposed: Imposed,
         figures: Figures,
     ) -> None:
         self._opened, self._settings, self._steps = opened, settings, steps
-        self._drafter, self._figures = drafter, figures
+        self._imposed, self._figures = imposed, figures
         self._prompt = random_prompt(settings.contexts[0], opened.engine.vocab, SEED)
 
     def run(self) -> None:
@@ -74,9 +108,9 @@ class DraftBench:
         for share in self._settings.accept:
             self._steps.begin(f"an answer with {share:.0%} of the guesses right")
             text = (*self._prompt, *plain.tokens)
-            self._drafter.impose(text, share, self._opened.engine.vocab)
+            self._imposed.impose(text, share, self._opened.engine.vocab)
             before = self._opened.engine.stats()
-            found = self._answer(NGRAM, self._settings.tokens)
+            found = self._answer(None, self._settings.tokens)
             after = self._opened.engine.stats()
             self._figures.drafts.append(
                 DraftFigure(
@@ -97,7 +131,7 @@ class DraftBench:
     def _prompt_steps(self) -> int:
         return -(-len(self._prompt) // self._opened.plan.settings.chunk)
 
-    def _answer(self, draft: str, tokens: int) -> TimedRequest:
+    def _answer(self, draft: str | None, tokens: int) -> TimedRequest:
         params = SamplingParams(
             temperature=self._settings.temperature,
             seed=SEED,

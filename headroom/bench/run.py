@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from headroom.bench.agent import AgentBench
-from headroom.bench.drafts import DraftBench, ImposedDrafter
+from headroom.bench.drafts import DraftBench, Imposed
 from headroom.bench.expert_use import ExpertReport, find_locations
 from headroom.bench.figures import MORE_KINDS, BenchSettings, LoadParts
 from headroom.bench.parts import PROMPT_ANSWER, measure_parts
@@ -39,7 +39,7 @@ from headroom.experts.traces.trace import RoutingTrace, check_shape, load_trace
 from headroom.experts.traces.trace_stats import trace_stats
 from headroom.families.files import open_checkpoint
 from headroom.formats.checkpoint import Checkpoint
-from headroom.llm import OpenedModel, open_engine
+from headroom.llm import OpenedModel, open_draft, open_engine
 from headroom.options import MTP, NGRAM, Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import Plan
@@ -93,7 +93,10 @@ def run_bench(
         check_with_workers(options, compares=peer is not None, traces=trace is not None)
         options = with_room(options, settings, shape)
     else:
-        options, plan = make_fitting_plan(with_device(options, shape), settings, shape)
+        found = open_draft(options, shape)
+        draft = None if found is None else found.shape
+        options = with_device(options, shape, draft)
+        options, plan = make_fitting_plan(options, settings, shape, draft)
         # The peer runs before our model is loaded and again after it is freed.
         if peer is not None:
             setup = setup_peer(plan, shape, options)
@@ -103,14 +106,17 @@ def run_bench(
     steps.begin("loading")
     started = time.perf_counter()
     tap = None if trace is None else ImposedTrace(trace)
-    drafter = ImposedDrafter() if "draft" in settings.only else None
+    imposed = Imposed() if "draft" in settings.only else None
+    drafter = None if imposed is None else imposed.drafter(network=options.draft_model is not None)
     opened = open_engine(
         model, options, _show_percent(steps), measuring=True, tap=tap, drafter=drafter
     )
+    if imposed is not None:
+        imposed.network = opened.pipeline.guess
     total_s = time.perf_counter() - started
     loading = LoadParts(total_s, opened.planning_s, opened.pipeline.load_times)
     try:
-        measured = _measure(path, checkpoint, opened, loading, settings, steps, drafter)
+        measured = _measure(path, checkpoint, opened, loading, settings, steps, imposed)
     finally:
         opened.engine.close()
     del opened
@@ -154,11 +160,11 @@ def _compared(report: Report, peer: LlamaBench, setup: PeerSetup, first: PeerRun
     return replace(report, peer=tuple(runs), peer_notes=tuple(notes))
 
 
-def with_device(options: Options, shape: ModelShape) -> Options:
+def with_device(options: Options, shape: ModelShape, draft: ModelShape | None = None) -> Options:
     """Return options that name a device; if none is given, the one that a run would choose."""
     if options.device is not None:
         return options
-    devices = make_run_plan(shape, options).devices
+    devices = make_run_plan(shape, options, draft=draft).devices
     return replace(options, device=",".join(device.name for device in devices))
 
 
@@ -174,7 +180,10 @@ def check_with_workers(options: Options, *, compares: bool, traces: bool) -> Non
 
 
 def make_fitting_plan(
-    options: Options, settings: BenchSettings, shape: ModelShape
+    options: Options,
+    settings: BenchSettings,
+    shape: ModelShape,
+    draft: ModelShape | None = None,
 ) -> tuple[Options, Plan]:
     """Return options and their plan, for the largest of the batches that fits into memory.
 
@@ -183,14 +192,14 @@ def make_fitting_plan(
     full = with_room(options, settings, shape)
     assert full.parallel is not None
     try:
-        return full, make_run_plan(shape, full)
+        return full, make_run_plan(shape, full, draft=draft)
     except PlanError:
         if options.parallel is not None:
             raise
         for fewer in sorted({x for x in settings.batches if x < full.parallel}, reverse=True):
             smaller = with_room(replace(options, parallel=fewer), settings, shape)
             with suppress(PlanError):
-                return smaller, make_run_plan(shape, smaller)
+                return smaller, make_run_plan(shape, smaller, draft=draft)
         raise
 
 
@@ -229,7 +238,7 @@ def _measure(
     loading: LoadParts,
     settings: BenchSettings,
     steps: StepCounter,
-    drafter: ImposedDrafter | None,
+    imposed: Imposed | None,
 ) -> Report:
     figures = SpeedBench(opened, settings, steps).run()
     if settings.schema is not None:
@@ -240,8 +249,8 @@ def _measure(
     if "agent" in settings.only:
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
         AgentBench(opened, settings, steps, tokenizer, figures).run()
-    if drafter is not None:
-        DraftBench(opened, settings, steps, drafter, figures).run()
+    if imposed is not None:
+        DraftBench(opened, settings, steps, imposed, figures).run()
     memory = memory_use(opened)  # before the profiler takes some
     if opened.on_gpu:
         lift_limit(opened.torch_device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headroom.bench.drafts import ImposedDrafter
+from headroom.bench.drafts import Imposed, ImposedDrafter
 from headroom.bench.figures import BenchSettings
 from headroom.bench.report import report_json
 from headroom.bench.run import count_steps
@@ -16,6 +16,7 @@ from headroom.families.synth.values import Source
 from headroom.families.synth.write import write_gguf
 from headroom.kernels.native import measure
 from tests.bench.test_prefix import measured, shown
+from tests.imposed_drafts import write_draft
 from tests.synth_models import MODELS, write_model
 
 SMALL = BenchSettings(contexts=(20,), tokens=40, accept=(0.0, 0.8, 1.0), only=("draft",))
@@ -55,6 +56,20 @@ def test_the_option_draft_asks_for_the_figures_and_others_stay_without_guesses(
     assert count_steps(replace(decoding, only=("decode", "draft")), peer=False) == 2 + 1 + 4
 
 
+def test_a_draft_model_guesses_and_the_share_is_imposed_on_its_guesses(tmp_path: Path) -> None:
+    path = write_model("llama", "q8_0", tmp_path, few_layers=True)
+    draft = write_draft(tmp_path / "draft.gguf", (0, 1))
+    for guesses, length in ((3, 39 / 10), (8, 39 / 10)):  # a block has places for three guesses
+        report = measured(path, SMALL, draft=str(draft), draft_tokens=guesses)
+        none, most, all_right = report.figures.drafts
+        assert [figure.equal for figure in (none, most, all_right)] == [True] * 3
+        assert all_right.accepted_length == length
+        assert none.right == 0
+        assert 1 < most.accepted_length < length
+        lines = {line.name for line in report.plan.devices[0].lines}
+        assert {"draft_weights", "draft_kv", "features"} <= lines
+
+
 def test_a_prediction_head_neither_guesses_in_other_figures_nor_is_measured(tmp_path: Path) -> None:
     recipe = with_mtp(replace(MODELS["qwen35"], dims=cut(MODELS["qwen35"].dims, 4)))
     write_gguf(Source(recipe, seed=3), tmp_path / "m.gguf", "q8_0")
@@ -72,8 +87,9 @@ def test_shares_are_numbers_from_0_to_1(accept: tuple[float, ...]) -> None:
 
 
 def test_the_imposed_share_of_guesses_is_right() -> None:
-    drafter, text = ImposedDrafter(), list(range(2000))
-    drafter.impose(text, 0.7, 5000)
+    imposed, text = Imposed(), list(range(2000))
+    imposed.impose(text, 0.7, 5000)
+    drafter = ImposedDrafter(imposed)
     right = sum(
         token == at
         for start in range(1, 1900, 8)
