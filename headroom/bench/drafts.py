@@ -15,7 +15,7 @@ from headroom.bench.workload import TimedRequest, random_prompt
 from headroom.engine.request import SamplingParams
 from headroom.layers.draft_network import Asked, Guessed
 from headroom.llm import OpenedModel
-from headroom.options import DFLASH, NGRAM
+from headroom.options import DRAFT_MODEL, NGRAM
 from headroom.progress import StepCounter
 from headroom.spec.draft import NO_DRAFT, Draft
 from headroom.spec.drafter import Drafter
@@ -39,7 +39,7 @@ class Imposed:
 
     def drafter(self, *, network: bool) -> Drafter:
         """Return what an engine asks: as a draft network, or as a drafter that needs no model."""
-        return NetworkDrafter(DFLASH, self.replaced, 1.0) if network else ImposedDrafter(self)
+        return NetworkDrafter(DRAFT_MODEL, self.replaced, 1.0) if network else ImposedDrafter(self)
 
     def impose(self, text: Sequence[int], share: float, vocab: int) -> None:
         """Guess so that the share of `text`'s tokens is right; others of the vocabulary are not."""

@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from headroom.errors import ContextLengthError, RequestError
-from headroom.options import DFLASH, DRAFTERS
+from headroom.options import DRAFT_MODEL, DRAFTERS
 
 if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not wait for torch
     from headroom.engine.pooling import Vector
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the command line reads SamplingParams, and plans need not w
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt's tokens
 MAX_LOGPROBS = 20
-DRAFTS = (*DRAFTERS, DFLASH, "none")  # what a request may choose to guess its tokens
+DRAFTS = (*DRAFTERS, DRAFT_MODEL, "none")  # what a request may choose to guess its tokens
 MAX_SEED = (1 << 63) - 1
 MAX_COUNT = (1 << 31) - 1  # the largest count of tokens and the largest token id
 # Lower temperatures are 0. At this one, a token is e times likelier than another if their logits

@@ -28,6 +28,7 @@ from headroom.families.family import (
     SafetensorsLayout,
     Synthesis,
     TokenizerKind,
+    Yarn,
     plain_recipe,
 )
 from headroom.families.rope import plain_rope, rope_kind, rope_settings, yarn_rope
@@ -198,7 +199,10 @@ def _tokenizer(vocab: int) -> TokenizerKind:
 def _recipe(name: str, dims: Dims) -> Recipe:
     theta = 1e6 if dims.vocab == gemma4.VOCAB else 1e7
     taps = spread_taps(dims.taps, TARGET_LAYERS.get(name, 64))
-    return replace(plain_recipe(name, dims), theta=theta, taps=taps)
+    recipe = replace(plain_recipe(name, dims), theta=theta, taps=taps)
+    if name == "qwen3.6-35b-a3b-dflash":
+        return replace(recipe, yarn=Yarn(64.0, 4096, 32.0, None))
+    return recipe
 
 
 def spread_taps(count: int, target_layers: int) -> tuple[int, ...]:
@@ -210,7 +214,15 @@ def spread_taps(count: int, target_layers: int) -> tuple[int, ...]:
 
 def _from_config(recipe: Recipe, metadata: Metadata) -> Recipe:
     taps = named_taps(metadata) or tuple(range(1, recipe.dims.taps + 1))
-    return replace(recipe, taps=taps)
+    yarn = None
+    if metadata.get_str("rope.scaling.type", "none") == "yarn":
+        yarn = Yarn(
+            metadata.get_float("rope.scaling.factor"),
+            metadata.get_int("rope.scaling.original_context_length"),
+            metadata.get_float("rope.scaling.yarn_beta_fast", 32.0),
+            None,
+        )
+    return replace(recipe, taps=taps, yarn=yarn)
 
 
 def _config(recipe: Recipe, tokens: Json) -> Json:

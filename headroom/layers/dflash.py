@@ -10,6 +10,7 @@ own position. Embedding and head are the target's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -109,45 +110,39 @@ class DFlashNetwork:
             pages = pages_ahead(one, self._settings.pages + one.state_slot)
             spans.append(Span(len(tokens), rows, one.start, pages, one.state_slot))
             tokens += [one.token, *[self._config.mask_token] * (rows - 1)]
-        hidden = self._run(spans, torch.tensor(tokens))
-        found = self._score(
-            hidden[wanted], trees=any(one.most >= self._config.block for one in asked)
-        )
-        depths = [min(span.rows - 1, one.most) for span, one in zip(spans, asked, strict=True)]
-        parts = zip(*(part.split(depths) for part in found), strict=True)
-        return [
-            Guessed(*part) if one.most >= self._config.block else Guessed(*(x[:, :1] for x in part))
-            for one, part in zip(asked, parts, strict=True)
-        ]
+        rows_wanted = self._run(spans, torch.tensor(tokens))[wanted]
+        trees = [one.most >= self._config.block for one in asked]
+        found = self._score(rows_wanted, CANDIDATES if any(trees) else 1)
+        guesses = []
+        for span, one, tree in zip(spans, asked, trees, strict=True):
+            depths = min(span.rows - 1, one.most)
+            own, found = found.first(depths), found.after(depths)
+            guesses.append(Guessed(own.tokens, own.logprobs) if tree else own.chain())
+        return guesses
 
     def _run(self, spans: Sequence[Span], tokens: torch.Tensor) -> torch.Tensor:
         """Return the outputs of blocks of tokens, normed."""
         causal = self._batch(spans, tokens)
-        whole = replace(
-            causal,
-            spans=tuple(
-                replace(x, tree=torch.ones(x.rows, x.rows, dtype=torch.bool)) for x in spans
-            ),
-            _shared={},
-        )
+        whole = replace(causal, spans=tuple(map(_whole_block, spans)), _shared={})
         x = self._target.embed(tokens)
         for layer in self._layers:
             x = layer.block(x, causal if layer.causal else whole)
         return self._norm(x)
 
-    def _score(self, hidden: torch.Tensor, *, trees: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest tokens of each row, and their log probabilities in a tree."""
-        parts = []
-        for some in hidden.split(self._target.logits_rows):
-            logits = self._target.score(some)
-            if trees:
-                best = logits.log_softmax(dim=1).topk(min(CANDIDATES, logits.shape[1]), dim=1)
-                parts.append((best.indices, best.values))
+    def _score(self, hidden: torch.Tensor, candidates: int) -> "_Best":
+        """Return the likeliest tokens of each row, with their log probabilities if several."""
+        most, rows = self._target.logits_rows, len(hidden)
+        tokens = torch.empty(rows, candidates, dtype=torch.int64)
+        logprobs = torch.zeros(rows, candidates)
+        for first in range(0, rows, most):
+            part = slice(first, min(first + most, rows))
+            logits = self._target.score(hidden[part])
+            if candidates == 1:
+                tokens[part, 0] = logits.argmax(dim=1)
             else:
-                tokens = logits.argmax(dim=1, keepdim=True)
-                parts.append((tokens, torch.zeros(tokens.shape)))
-        tokens, logprobs = zip(*parts, strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+                best = logits.log_softmax(dim=1).topk(candidates, dim=1)
+                tokens[part], logprobs[part] = best.indices, best.values
+        return _Best(tokens, logprobs)
 
     def _context_rows(self, places: Sequence[int]) -> torch.Tensor:
         """Return the projected features of some rows of the last step."""
@@ -174,6 +169,27 @@ class DFlashNetwork:
             spans=tuple(spans),
             output_rows=torch.empty(0, dtype=torch.int64),
         )
+
+
+def _whole_block(span: Span) -> Span:
+    """Return a span of which each row sees all rows."""
+    return replace(span, tree=torch.ones(span.rows, span.rows, dtype=torch.bool))
+
+
+class _Best(NamedTuple):
+    """The likeliest tokens of some rows, and their log probabilities: `[rows, candidates]` each."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+
+    def first(self, rows: int) -> "_Best":
+        return _Best(self.tokens[:rows], self.logprobs[:rows])
+
+    def after(self, rows: int) -> "_Best":
+        return _Best(self.tokens[rows:], self.logprobs[rows:])
+
+    def chain(self) -> Guessed:
+        return Guessed(self.tokens[:, :1], None)
 
 
 def _whole_block(span: Span) -> Span:

@@ -27,6 +27,11 @@ class ModelDescription:
 def describe(checkpoint: Checkpoint) -> ModelDescription:
     """Read a checkpoint's settings and check its tensors against them."""
     family = FAMILIES.get(checkpoint.architecture)
+    if family is not None and family.read_draft is not None:
+        raise ModelError(
+            f"{checkpoint.path} is a draft, which guesses for another model.",
+            hint=f"Run that model with --draft {checkpoint.path}.",
+        )
     if family is None or family.read_config is None:
         raise ModelError(
             f"{checkpoint.path} is a {checkpoint.architecture!r} model, which is not supported.",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headroom.errors import OptionError
-from headroom.options import DFLASH, Options
+from headroom.options import DRAFT_MODEL, Options
 from headroom.spec.draft import Draft
 from headroom.spec.network import NetworkDrafter
 from headroom.spec.ngram import NgramDrafter
@@ -12,7 +12,7 @@ from headroom.split.pipeline import Pipeline
 
 # How often a guess of a prediction head is taken to be right before any was judged.
 MTP_CHANCE = 0.7
-DFLASH_CHANCE = 0.8  # the same of a draft model; published ones have 5 to 8 of 15 right
+MODEL_CHANCE = 0.8  # the same of a draft model; published ones have 5 to 8 of 15 right
 
 
 class Guesser(Protocol):
@@ -44,7 +44,7 @@ def open_drafter(options: Options, pipeline: Pipeline) -> Drafter | None:
     if not options.drafts:
         return None
     if options.draft_model is not None:
-        return NetworkDrafter(DFLASH, pipeline.guess, DFLASH_CHANCE)
+        return NetworkDrafter(DRAFT_MODEL, pipeline.guess, MODEL_CHANCE)
     if pipeline.has_draft_network:
         assert options.draft is not None
         return NetworkDrafter(options.draft, pipeline.guess, MTP_CHANCE)

@@ -89,8 +89,8 @@ def start_pipeline(
         embedding = loaded[0].embedding if loaded else None
         files = None
         if draft is not None and device is devices[-1]:
-            kept = tuple(part.features for part in loaded if part.features is not None)
-            files = DraftFiles(draft.config, draft.checkpoint.tensors, kept)
+            earlier = tuple(part.features for part in loaded if part.features is not None)
+            files = DraftFiles(draft.config, draft.checkpoint.tensors, earlier)
         part, own_times = _load(plan, device, model, own, tap, count, allocated, embedding, files)
         loaded.append(part)
         times = times.plus(own_times)

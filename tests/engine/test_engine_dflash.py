@@ -220,11 +220,11 @@ def test_guesses_and_answers_after_preemption_are_those_of_a_draft_that_read_fro
 
 def test_a_request_may_do_without_the_draft(noted: tuple[Path, Path]) -> None:
     with LLM(str(noted[0]), draft=str(noted[1]), **ALWAYS) as llm:
-        for draft, guessed in (("none", False), ("dflash", True), (None, True)):
+        for draft, guessed in (("none", False), ("model", True), (None, True)):
             before = llm.engine.stats().guessed_tokens
             answers(llm, [llm.request([1, 2, 3], replace(GREEDY, draft=draft))])
             assert (llm.engine.stats().guessed_tokens > before) == guessed
-        with pytest.raises(RequestError, match="'ngram', and the engine was started with dflash"):
+        with pytest.raises(RequestError, match="'ngram', and the engine was started with model"):
             llm.engine.check(llm.request([1, 2], replace(GREEDY, draft="ngram")))
 
 

@@ -324,7 +324,7 @@ def test_a_request_may_do_without_guesses_and_may_not_ask_for_unknown_ones(
     with pytest.raises(RequestError, match="'ngram', and the engine was started with none"):
         plain.engine.check(plain.request(prompt, replace(PARAMS, draft="ngram")))
     with pytest.raises(
-        RequestError, match="draft is 'oracle'; it must be one of ngram, mtp, dflash, none"
+        RequestError, match="draft is 'oracle'; it must be one of ngram, mtp, model, none"
     ):
         replace(PARAMS, draft="oracle")
 

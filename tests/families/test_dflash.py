@@ -12,6 +12,8 @@ import torch
 from headroom.errors import ModelError
 from headroom.families.config import AttentionConfig, DraftConfig
 from headroom.families.files import open_checkpoint
+from headroom.families.synth.recipe import find_recipe, read_recipe
+from headroom.families.synth.write import side_files
 from headroom.plan.drafts import describe_draft
 from tests.dflash_drafts import YARN, RandomDraft, random_draft, target_shape
 from tests.optional import optional
@@ -169,7 +171,10 @@ def test_masks_of_files_that_name_none_are_those_of_their_architecture(tmp_path:
         ({"sliding_window": 0}, "layer 0 has a window of no size"),
         ({"attention_bias": True}, "hf.attention_bias is True"),
         ({"hidden_act": "gelu"}, "hf.hidden_act is 'gelu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope.scaling.type is 'llama3'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rotary scaling 'llama3' is not supported",
+        ),
         ({"dflash_config": {"mask_token_id": 1.5}}, "mask_token_id is not a whole number"),
     ],
 )
@@ -189,3 +194,14 @@ def test_other_tensors_are_refused(tmp_path: Path) -> None:
     ):
         read(draft.save(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize("size", ["tiny", "qwen3.6-35b-a3b-dflash"])
+def test_a_synthesised_config_gives_back_the_recipe(size: str, tmp_path: Path) -> None:
+    recipe = find_recipe("dflash", size)
+    (tmp_path / size).mkdir()
+    path = tmp_path / size / "config.json"
+    text = side_files(recipe, "bfloat16", lambda vocabulary: "{}")["config.json"]
+    path.write_text(text)
+    assert read_recipe("dflash", path) == recipe
+    assert (json.loads(text)["rope_parameters"]["rope_type"] == "yarn") == (size != "tiny")

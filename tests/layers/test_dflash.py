@@ -145,6 +145,8 @@ def test_guesses_are_the_likeliest_tokens_of_their_places(tmp_path: Path) -> Non
     chain, tree = bench.network.guess([Asked(5, 40, pages, 0, 3), Asked(5, 40, pages + 1, 1, 22)])
     assert chain.tokens.tolist() == wanted[:3].argmax(-1, keepdim=True).tolist()
     best = wanted.topk(8)
+    assert chain.logprobs is None
+    assert tree.logprobs is not None
     assert tree.tokens.tolist() == best.indices.tolist()
     assert (tree.logprobs - best.values).abs().max() < 1e-4
 

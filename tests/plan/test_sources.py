@@ -191,7 +191,7 @@ def test_a_shape_for_a_plan_is_the_shape_that_runs(tmp_path: Path) -> None:
 def test_a_draft_is_planned_and_not_run_by_itself(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", SMALL["dflash"], "q4_k_m")
     assert find_shape(str(path), tmp_path).taps == 3
-    with pytest.raises(ModelError, match="is a 'dflash' model, which is not supported"):
+    with pytest.raises(ModelError, match="is a draft, which guesses for another model"):
         describe(open_checkpoint(path))
 
 
