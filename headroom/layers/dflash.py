@@ -192,11 +192,6 @@ class _Best(NamedTuple):
         return Guessed(self.tokens[:, :1], None)
 
 
-def _whole_block(span: Span) -> Span:
-    """Return a span of which each row sees all rows."""
-    return replace(span, tree=torch.ones(span.rows, span.rows, dtype=torch.bool))
-
-
 class _DraftLayer:
     """One layer of a draft, and its cache."""
 

@@ -33,7 +33,7 @@ class NetworkDrafter:
 
 
 def _draft(guessed: Guessed, most: int, chance: float) -> Draft:
-    if guessed.logprobs is None:
+    if guessed.logprobs is None or guessed.tokens.shape[1] == 1:
         return Draft.chain(guessed.tokens[:most, 0].tolist(), chance=chance)
     depths = [
         [Candidate(*pair) for pair in zip(tokens, logprobs, strict=True)]
