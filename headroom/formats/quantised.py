@@ -204,7 +204,7 @@ def _join(
 
 
 def _gptq_or_awq(module: _Module, codes: TensorInfo, settings: Settings) -> _Joined:
-    packing = settings.get("packing_format", "")
+    packing = str(settings.get("packing_format", ""))
     if settings.get("quant_method") == "awq" or "awq" in packing:
         return _awq(module, settings)
     return _gptq(module, settings)
