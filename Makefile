@@ -1,4 +1,4 @@
-# make demo | test | numerical | mutants | serve | lint | clean
+# make demo | test | numerical | arm | mutants | serve | lint | clean
 # Set-up runs once; it runs again when pyproject.toml changes.
 
 PYTHON ?= python3
@@ -21,12 +21,13 @@ NUMERICAL := $(filter-out tests/kernels/test_triton% %/test_module_build.py, \
 	$(addprefix tests/experts/test_,cold.py cuda_ffn.py decode.py ffn.py prefill.py prefill_counted.py)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help setup demo test numerical mutants serve lint format clean
+.PHONY: help setup demo test numerical arm mutants serve lint format clean
 
 help:
 	@echo "make demo       set up, fetch the default model, show its memory, answer a question"
 	@echo "make test       set up, then lint, types and tests (ARGS=... for other options of pytest)"
 	@echo "make numerical  the numerical tests alone, with torch's code for AVX2 and for any CPU"
+	@echo "make arm        run the C++ kernels for ARM on an emulated CPU (needs a cross compiler and qemu-user)"
 	@echo "make mutants    change SAMPLE functions of each of PACKAGES (0: all) and list what no test notices"
 	@echo "make serve      set up and serve the default model (MODEL=... for another)"
 	@echo "make lint       ruff and mypy"
@@ -58,6 +59,12 @@ endif
 numerical: $(READY)
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(ARGS) $(NUMERICAL)
+
+# The test is skipped where its tools are missing, so look for them first.
+arm: $(READY)
+	@command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 || \
+		{ echo "apt-get install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	$(BIN)/python -m pytest -m slow -k arm tests/kernels/native/test_module_build.py
 
 $(VENV)/.mutation: $(READY)
 	$(BIN)/python -m pip install --quiet --editable ".[mutation]"

@@ -3,7 +3,7 @@
     python benchmarks/cpu.py MODEL.gguf ... --llama-bench PATH [--rounds 3] [--threads 2]
 
 Rounds of both programs alternate, so that a busy minute hurts both; the best round counts. Products
-may name their instruction set: `--products int16 int16:avx2` compares the best one with AVX2.
+may name their instruction set: `--products int24 int24:avx2` compares the best one with AVX2.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from headroom.kernels.native.module import POOL
 from headroom.llm import LLM
 
 PROMPT, DECODE, DEEP_DECODE = 512, 128, 64
-PRODUCTS = ("int16", "f32", "int8")
+PRODUCTS = ("int24", "f32", "int8")
 
 
 @dataclass

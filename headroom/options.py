@@ -15,7 +15,8 @@ from headroom.errors import OptionError
 log = logging.getLogger(__name__)
 
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-ROUNDED_TYPES = ("int8", "int16")  # of activations in a CPU's products with packed weights
+EXACT_TYPE = "int24"  # whole numbers of 24 bits, no less exact than f32
+ROUNDED_TYPES = ("int8", EXACT_TYPE)  # of activations in a CPU's products with packed weights
 COMPUTE_TYPES = (*ROUNDED_TYPES, "f32", "bf16", "f16")
 ACTIVATION_TYPES = ("f32", "bf16", "f16")
 FEATURE_TYPES = ("f32", "f16", "bf16", "q8_0")

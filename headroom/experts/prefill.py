@@ -109,7 +109,7 @@ class PrefillCpu:
         if len(self._scratch) < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         (out,) = self._answers.views_like([x])
-        experts_into(out, x, picks, experts.table, experts.activation, "int16", self._scratch)
+        experts_into(out, x, picks, experts.table, experts.activation, "int24", self._scratch)
         return out, time.perf_counter() - began
 
 

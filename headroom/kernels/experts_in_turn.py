@@ -13,7 +13,7 @@ from headroom.kernels.reference.experts import sum_experts
 from headroom.kernels.weight import PLAIN_TYPES, Weight
 
 _PRODUCTS = {
-    "f32": matmul.matmul_f32, "int16": matmul.matmul_int16, "int8": matmul.matmul_int8,
+    "f32": matmul.matmul_f32, "int24": matmul.matmul_int24, "int8": matmul.matmul_int8,
 }  # fmt: skip
 
 

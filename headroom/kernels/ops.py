@@ -21,7 +21,7 @@ class Case:
     device: str = "cpu"  # kind of device: "cpu", "cuda" or "hip"
     quant: QuantType = F32  # type of the weight
     experts: tuple[QuantType, ...] = ()  # types of the experts' gate, up and down matrices
-    dtype: str = "f32"  # type that products compute in; "int8" and "int16" round activations
+    dtype: str = "f32"  # type that products compute in; "int8" and "int24" round activations
     k_type: str = "f32"  # type of cached keys
     v_type: str = "f32"  # type of cached values
     layout: str = "rows"  # layout of an embedding table
@@ -50,7 +50,7 @@ class Kernel:
     """One implementation of one operation."""
 
     op: str  # "matmul", "attention", ...
-    backend: str  # "reference", "native-int16", "native", "triton", "cuda"
+    backend: str  # "reference", "native-int24", "native", "triton", "cuda"
     run: Callable[..., Any]  # has the signature of the operation's Protocol
     refuses: Callable[[Case], str | None]  # why it cannot run a case; None if it can
     # Converts a Weight, or an ExpertTable of mapped Weights, to the layout that `run` reads.

@@ -107,9 +107,9 @@ KERNELS = (
     ),
     Kernel(
         "matmul",
-        "native-int16",
-        native_matmul.matmul_int16,
-        native_matmul.refuses_int16,
+        "native-int24",
+        native_matmul.matmul_int24,
+        native_matmul.refuses_int24,
         native_matmul.prepare,
     ),
     Kernel(
@@ -146,9 +146,9 @@ KERNELS = (
     ),
     Kernel(
         "experts",
-        "native-int16",
+        "native-int24",
         native_experts.experts,
-        _without_biases(native_experts.refuses_int16),
+        _without_biases(native_experts.refuses_int24),
         native_experts.prepare,
     ),
     Kernel(

@@ -101,7 +101,7 @@ def _experts(cpu: DeviceSpec, sample_bytes: int) -> tuple[float, float]:
     POOL.set(worker_threads(cpu.cores))
     try:
         # As cold experts are computed: rows have 16 bits.
-        return 1e9 * expert_speed("int16", tiles=True), expert_flops()
+        return 1e9 * expert_speed("int24", tiles=True), expert_flops()
     finally:
         POOL.set(torch.get_num_threads())
 

@@ -56,7 +56,7 @@ def device_precision(device: DeviceSpec) -> Precision:
     if device.kind == "hip":
         return hip_precision(device.gfx)
     if device.kind == "cpu":
-        return Precision("f32", "CPUs compute in f32")
+        return Precision("f32", "CPUs compute in f32, and multiply packed weights in int24")
     return Precision("f32", "f32 runs everywhere")
 
 

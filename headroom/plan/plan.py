@@ -11,7 +11,14 @@ from headroom.kernels.cuda.expert_rules import LEAST_TOKENS
 from headroom.machine.devices import DeviceSpec
 from headroom.machine.precision import Precision, common_precision, device_precision
 from headroom.machine.targets import is_this_machine
-from headroom.options import FEATURE_TYPES, MOST_GUESSES, MTP, ROUNDED_TYPES, Options
+from headroom.options import (
+    EXACT_TYPE,
+    FEATURE_TYPES,
+    MOST_GUESSES,
+    MTP,
+    ROUNDED_TYPES,
+    Options,
+)
 from headroom.plan.cost_model import KEPT_FOR_CHUNK, ColdSpeeds
 from headroom.plan.device_scratch import unpack_bytes_for
 from headroom.plan.experts import check_expert_budget, floor_bytes, parse_expert_budget
@@ -129,7 +136,7 @@ class StageKind:
 
     device: DeviceSpec
     policy: str  # the precision policy's type for it, the default for computing and the KV cache
-    compute_type: str  # of matrix products
+    compute_type: str  # of matrix products: int24 by default where C++ kernels hold packed weights
     kernels: str  # as in PlanSettings
     unpack_bytes: int  # as in PlanSettings
     model: ModelShape  # with the bytes of its weights as these kernels hold them
@@ -138,7 +145,9 @@ class StageKind:
     def of(cls, device: DeviceSpec, model: ModelShape, options: Options) -> "StageKind":
         """Return a device with the types and kernels that the options leave it."""
         policy = device_precision(device).type
-        compute_type, kernels = options.dtype or policy, _kernels(device, options)
+        kernels = _kernels(device, options)
+        rounds = kernels == "native" and options.weights != "unpacked" and model.packed
+        compute_type = options.dtype or (EXACT_TYPE if rounds else policy)
         unpack_bytes = 0 if device.kind == "cpu" else unpack_bytes_for(device.total_bytes)
         held = held_shape(model, kernels, compute_type)
         return cls(device, policy, compute_type, kernels, unpack_bytes, held)
@@ -619,9 +628,8 @@ def _rounded(kind: StageKind, settings: PlanSettings) -> Iterable[str]:
     for word, name in (("keys", settings.k_type), ("values", settings.v_type)):
         if BY_NAME[name].bytes_for(32) < BY_NAME[kind.policy].bytes_for(32):
             yield f"cached {word} are kept in {name}"
-    if settings.compute_type in ROUNDED_TYPES:
-        bits = settings.compute_type.removeprefix("int")
-        yield f"products round their activations to {bits} bits per 32 columns"
+    if settings.compute_type == "int8":
+        yield "products round their activations to 8 bits per 32 columns"
 
 
 def _notes(problem: PlanProblem, layout: Layout) -> Iterable[str]:
@@ -652,7 +660,7 @@ def _notes(problem: PlanProblem, layout: Layout) -> Iterable[str]:
         if slow and kind.device.kind == "cpu" and kind.compute_type != "f32":
             yield (
                 f"products in {kind.compute_type} run on the slow reference kernels of a CPU; "
-                "its C++ kernels compute in f32, int16 and int8"
+                "its C++ kernels compute in f32, int24 and int8"
             )
 
 

@@ -24,7 +24,7 @@ class PlanSettings:
     page_size: int = PAGE_SIZE
     k_type: str  # of cached keys
     v_type: str  # of cached values
-    compute_type: str  # of the inputs of matrix products; "int8" and "int16" round them
+    compute_type: str  # of the inputs of matrix products; "int8" and "int24" round them
     handover_type: str = "f32"  # of rows that one device hands to the next
     weights: str  # "packed" or "unpacked"
     threads: int  # of the CPU

@@ -181,6 +181,7 @@ class ModelShape:
     block: int = 0  # of a draft: tokens of its block, the last known one and those to guess
     panels: OuterPadding = OuterPadding()  # what C++ kernels add
     tiles: OuterPadding = OuterPadding()  # what a GPU's kernels add
+    packed: bool = True  # whether any matrix has values of fewer bits than f16
     # Types of matrices that no product reads as they lie in the file, and those of routed experts.
     unread_types: tuple[str, ...] = ()
     unread_expert_types: tuple[str, ...] = ()

@@ -75,6 +75,7 @@ def shape_from(name: str, dims: Dims, types: Types) -> ModelShape:
         panels=panels,
         tiles=tiles,
         cpu_only=family.cpu_only,
+        packed=any(len(shape) > 1 and quant.block > 1 for shape, quant in types.values()),
         unread_types=_unread(types, experts=False),
         unread_expert_types=_unread(types, experts=True),
     )

@@ -56,7 +56,7 @@ def test_people_read_what_is_missing_and_how_to_get_it(
     assert run_command(["doctor", "--home", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "missing; headroom pull gets it" in shown
-    assert "computes in f32 (CPUs compute in f32)" in shown
+    assert "computes in f32 (CPUs compute in f32, and multiply packed weights in int24)" in shown
 
 
 def test_a_missing_package_names_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def test_lent_scratch_gives_the_same_bits_and_too_little_of_it_is_refused() -> N
         kernel.run(*inputs, lent[:64])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "f32"])
+@pytest.mark.parametrize("dtype", ["int8", "int24", "f32"])
 @pytest.mark.parametrize("name", ["f32", "q4_0"])
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_experts_compute_in_the_type_that_products_do(dtype: str, name: str) -> None:

@@ -20,8 +20,8 @@ from tests.kernels.cases import Sized, all_cases, make_inputs
 
 SHARE = 1e-5  # of the largest value of the result: float32 sums in another order
 # Of the result's norm, where values inside an operation are rounded to so many bits.
-INNER_ROUNDING = {"int8": 0.02, "int16": 1e-4}
-LARGEST = {"int8": 127, "int16": 32767}  # of the whole numbers that activations are rounded to
+INNER_ROUNDING = {"int8": 0.02, "int24": 1e-5}
+LARGEST = {"int8": 127, "int24": 127 << 16}  # of the whole numbers that activations are rounded to
 
 
 DTYPE_AT = {"matmul": 2, "experts": 5}  # where an operation's arguments name its products' type

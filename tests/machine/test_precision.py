@@ -50,7 +50,9 @@ def test_rows_that_no_device_has_run_are_marked() -> None:
 def test_every_choice_comes_with_its_reason() -> None:
     assert cuda_precision(75).reason == "CUDA sm70 to sm79 compute in f16"
     assert hip_precision("gfx1100").reason == "HIP gfx1100 computes in bf16"
-    assert device_precision(cpu(8)).reason == "CPUs compute in f32"
+    assert device_precision(cpu(8)).reason == (
+        "CPUs compute in f32, and multiply packed weights in int24"
+    )
 
 
 @pytest.mark.parametrize(

@@ -527,7 +527,7 @@ def test_every_cache_type_of_the_27b_has_its_published_size(kv_type: str, per_to
     assert (len(plan.lossy) == 2) == (kv_type != "f16")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16"])
+@pytest.mark.parametrize("dtype", ["int8", "int24"])
 def test_rounded_products_without_cpp_kernels_are_refused_before_anything_is_sized(
     dtype: str,
 ) -> None:
@@ -541,11 +541,27 @@ def test_rounded_products_without_cpp_kernels_are_refused_before_anything_is_siz
         make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, weights="unpacked"))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16"])
-def test_rounded_products_are_named_as_lossy(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "lossy"), [("int8", True), ("int24", False), (None, False)])
+def test_products_of_8_bits_are_named_as_lossy_and_those_of_24_are_not(
+    dtype: str | None, lossy: bool
+) -> None:
     plan = make_plan([smollm2()], [replace(cpu(8), native=True)], Options(dtype=dtype))
-    assert plan.settings.compute_type == dtype
-    assert f"products round their activations to {dtype[3:]} bits per 32 columns" in plan.lossy
+    assert plan.settings.compute_type == (dtype or "int24")
+    assert ("products round their activations to 8 bits per 32 columns" in plan.lossy) == lossy
+
+
+def test_cpus_with_cpp_kernels_multiply_packed_weights_with_24_bits_and_all_else_with_floats() -> (
+    None
+):
+    device = replace(cpu(8), native=True)
+    assert make_plan([smollm2()], [device], Options()).settings.compute_type == "int24"
+    for model, other, options in (
+        (smollm2(), device, Options(weights="unpacked")),
+        (smollm2(), device, Options(kernels="reference")),
+        (smollm2(), replace(device, native=False), Options()),
+        (replace(smollm2(), packed=False), device, Options()),
+    ):
+        assert make_plan([model], [other], options).settings.compute_type == "f32"
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bf16", True), ("f16", True), ("f32", False)])
@@ -553,7 +569,7 @@ def test_types_without_cpp_kernels_are_noted_as_slow(dtype: str, told: bool) -> 
     plan = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype))
     note = (
         f"products in {dtype} run on the slow reference kernels of a CPU; its C++ kernels "
-        "compute in f32, int16 and int8"
+        "compute in f32, int24 and int8"
     )
     assert (note in plan.notes) == told
     asked = make_plan([smollm2()], [cpu(8)], Options(dtype=dtype, kernels="reference"))

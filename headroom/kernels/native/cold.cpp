@@ -150,7 +150,7 @@ void ColdWorker::answer_layer() {
     }
     uint8_t* aligned = scratch_.data() + (64 - reinterpret_cast<uintptr_t>(scratch_.data()) % 64) % 64;
     ops_.experts(layer.gate, layer.up, layer.down, layer.table, layer.experts, ids_.data(), mail_.weights,
-                 layer.used, mail_.x, rows, layer.act, Products::int16, mail_.out,
+                 layer.used, mail_.x, rows, layer.act, Products::int24, mail_.out,
                  Scratch(aligned, scratch_.size() - 64));
     int64_t bytes = 0;
     for (const Matrix* part : {&layer.gate, &layer.up, &layer.down})

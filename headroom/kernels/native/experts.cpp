@@ -81,7 +81,7 @@ void Ops::experts(const Matrix& gate, const Matrix& up, const Matrix& down,
 
     float* inner = scratch.take<float>(picks * width);
     const bool packed = !is_plain(gate.kind) && !is_plain(up.kind);  // gate and up share one prepared input
-    const bool wide = gate.tiles && products == Products::int16 && packed && !is_plain(down.kind) &&
+    const bool wide = gate.tiles && products == Products::int24 && packed && !is_plain(down.kind) &&
                       kernels_.tile_wide;
     const Input in = wide ? wide_picks(x, tokens, hidden, {order, picks, per_token}, scratch)
                           : gather_picks(x, hidden, {order, picks, per_token}, form_of(products, packed), scratch);

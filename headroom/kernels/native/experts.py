@@ -52,9 +52,9 @@ def refuses_int8(case: Case) -> str | None:
     return _refuses_rounded(case, "int8")
 
 
-def refuses_int16(case: Case) -> str | None:
-    """Return why a case cannot run with 16-bit activations; None if it can."""
-    return _refuses_rounded(case, "int16")
+def refuses_int24(case: Case) -> str | None:
+    """Return why a case cannot run with 24-bit activations; None if it can."""
+    return _refuses_rounded(case, "int24")
 
 
 def _refuses_rounded(case: Case, dtype: str) -> str | None:

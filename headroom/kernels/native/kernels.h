@@ -11,16 +11,21 @@
 
 namespace headroom {
 
-// Rows of activations, rounded to whole numbers with one scale per 32 columns.
-template <class T> struct RoundedRows {
-    T* values;      // [rows, columns]
-    float* scales;  // [rows, columns / 32]
-    int32_t* sums;  // [rows, columns / 16]: sums of the rounded values
+// Rows of activations, rounded to 8 bits with one scale per 32 columns.
+struct QuantisedRows {
+    int8_t* values;  // [rows, columns]
+    float* scales;   // [rows, columns / 32]
+    int32_t* sums;   // [rows, columns / 16]: sums of the rounded values
 };
-using QuantisedRows = RoundedRows<int8_t>;
-// 16-bit values. Of four columns 0, 1, 2, 3 those of columns 0 and 2 come first, then those of 1 and 3: a
-// 32-bit word of weights has four bytes, and masks and shifts make pairs of 16-bit values of every other.
-using WordRows = RoundedRows<int16_t>;
+
+// 32 columns of a row of activations, rounded to 24 bits: each value is
+// (65536 * digits[0] + 256 * digits[1] + digits[2]) * scale.
+struct alignas(64) DigitCell {
+    int8_t digits[3][CELL];
+    float scale, total;       // `total`: the sum of the 32 values
+    int32_t high[2], low[2];  // of 16 columns: sums of 256 * digits[0] + digits[1], and of digits[2]
+};
+static_assert(sizeof(DigitCell) == 128);
 
 struct FloatRows {
     const float* values;  // [rows, columns]
@@ -71,12 +76,12 @@ struct AttentionJob {
 struct Kernels {
     const char* name;
     void (*quantise)(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums);
-    void (*quantise_words)(const float* x, int64_t columns, int16_t* values, float* scales, int32_t* sums);
+    void (*split)(const float* x, int64_t columns, DigitCell* out);  // rounds a row to 24 bits
     void (*sum_columns)(const float* x, int64_t columns, float* sums);
     float (*read_bytes)(const uint8_t* data, int64_t bytes);
     // The product of all rows with one panel of 16 weight rows: out [rows, 16].
     void (*panel_int8)(const Matrix& w, int64_t panel, QuantisedRows x, int64_t rows, float* out);
-    void (*panel_int16)(const Matrix& w, int64_t panel, WordRows x, int64_t rows, float* out);
+    void (*panel_int24)(const Matrix& w, int64_t panel, const DigitCell* x, int64_t rows, float* out);
     void (*panel_float)(const Matrix& w, int64_t panel, FloatRows x, int64_t rows, float* out);
     // Converts 16 weight rows from the GPU's tile layout (gpu_tiles.inl) into a panel.
     void (*tile_to_panel)(Kind kind, int64_t columns, const uint8_t* tile, uint8_t* panel);

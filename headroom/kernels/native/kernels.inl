@@ -6,7 +6,7 @@
 
 #include "products.inl"
 
-#include "words.inl"
+#include "digits.inl"
 
 #include "rows.inl"
 
@@ -24,10 +24,10 @@ namespace headroom {
 namespace {
 
 constexpr Kernels make_kernels(const char* name) {
-    return {name,          quantise,    quantise_words, sum_columns,   read_bytes,
-            panel_int8,    panel_int16, panel_float,    tile_to_panel, WIDEN,
-            TILE_WIDE,     rms_norm,    silu_multiply,  gelu_multiply, rope,
-            store_head,    attend,      convolve,       delta_rows,    gated_norm};
+    return {name,          quantise,      split,         sum_columns, read_bytes,
+            panel_int8,    panel_int24,   panel_float,   tile_to_panel, WIDEN,
+            TILE_WIDE,     rms_norm,      silu_multiply, gelu_multiply, rope,
+            store_head,    attend,        convolve,      delta_rows,    gated_norm};
 }
 
 }  // namespace

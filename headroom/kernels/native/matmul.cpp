@@ -16,20 +16,18 @@ int64_t Ops::panel_grain(const Matrix& w) const {
 }
 
 size_t Ops::matmul_scratch(int64_t rows, int64_t columns) {
-    return Scratch::size(2 * rows * columns) + Scratch::size(rows * (columns / CELL) * 4) +
-           Scratch::size(rows * (columns / 16) * 4);
+    // The three pieces of rows in 8 bits take less, but each is rounded up to 64 bytes.
+    return rows * (columns / CELL) * sizeof(DigitCell) + 2 * Scratch::size(1);
 }
 
 Ops::Input Ops::prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch) {
-    Input input{form, {}, {}, nullptr, {x, nullptr}, rows, columns};
+    Input input{form, nullptr, {}, nullptr, {x, nullptr}, rows, columns};
     if (form == Form::wide) {
         WideRecord* records = scratch.take<WideRecord>(rows * wide_records(columns));
         input.wide = scratch.take<const WideRecord*>(rows);
         for (int64_t row = 0; row < rows; ++row) input.wide[row] = records + row * wide_records(columns);
-    } else if (form == Form::int16) {
-        input.words.values = scratch.take<int16_t>(rows * columns);
-        input.words.scales = scratch.take<float>(rows * (columns / CELL));
-        input.words.sums = scratch.take<int32_t>(rows * (columns / 16));
+    } else if (form == Form::int24) {
+        input.digits = scratch.take<DigitCell>(rows * (columns / CELL));
     } else if (form == Form::int8) {
         input.quantised.values = scratch.take<int8_t>(rows * columns);
         input.quantised.scales = scratch.take<float>(rows * (columns / CELL));
@@ -44,10 +42,8 @@ void Ops::prepare_row(const Input& input, int64_t row) {
     const float* x = input.floats.values + row * input.columns;
     if (input.form == Form::wide)
         kernels_.widen(x, input.columns, const_cast<WideRecord*>(input.wide[row]));
-    else if (input.form == Form::int16)
-        kernels_.quantise_words(x, input.columns, input.words.values + row * input.columns,
-                                input.words.scales + row * (input.columns / CELL),
-                                input.words.sums + row * (input.columns / 16));
+    else if (input.form == Form::int24)
+        kernels_.split(x, input.columns, input.digits + row * (input.columns / CELL));
     else if (input.form == Form::int8)
         kernels_.quantise(x, input.columns, input.quantised.values + row * input.columns,
                           input.quantised.scales + row * (input.columns / CELL),
@@ -67,7 +63,7 @@ void Ops::panel(const Matrix& w, int64_t index, const Input& input, float* out) 
         kernels_.tile_to_panel(w.kind, w.columns, w.data + at, turned);
         return panel({turned, w.kind, PANEL_ROWS, w.columns}, 0, input, out);
     }
-    if (input.form == Form::int16) kernels_.panel_int16(w, index, input.words, input.rows, out);
+    if (input.form == Form::int24) kernels_.panel_int24(w, index, input.digits, input.rows, out);
     else if (input.form == Form::int8) kernels_.panel_int8(w, index, input.quantised, input.rows, out);
     else kernels_.panel_float(w, index, input.floats, input.rows, out);
 }
@@ -101,10 +97,8 @@ Ops::Input Ops::rows_of(const Input& input, int64_t row, int64_t rows) {
     part.floats.values += row * input.columns;
     if (input.form == Form::wide) {
         part.wide += row;
-    } else if (input.form == Form::int16) {
-        part.words.values += row * input.columns;
-        part.words.scales += row * (input.columns / CELL);
-        part.words.sums += row * (input.columns / 16);
+    } else if (input.form == Form::int24) {
+        part.digits += row * (input.columns / CELL);
     } else if (input.form == Form::int8) {
         part.quantised.values += row * input.columns;
         part.quantised.scales += row * (input.columns / CELL);

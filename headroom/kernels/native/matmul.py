@@ -1,4 +1,4 @@
-"""Products with packed weights on the CPU, of 8-bit, 16-bit or float activations; embeddings."""
+"""Products with packed weights on the CPU, of 8-bit, 24-bit or float activations; embeddings."""
 
 from dataclasses import replace
 
@@ -20,9 +20,9 @@ def refuses_int8(case: Case) -> str | None:
     return _refuses_rounded(case, "int8")
 
 
-def refuses_int16(case: Case) -> str | None:
-    """Return why a case cannot run with 16-bit activations; None if it can."""
-    return _refuses_rounded(case, "int16")
+def refuses_int24(case: Case) -> str | None:
+    """Return why a case cannot run with 24-bit activations; None if it can."""
+    return _refuses_rounded(case, "int24")
 
 
 def _refuses_rounded(case: Case, dtype: str) -> str | None:
@@ -73,11 +73,11 @@ def matmul_int8(
     return _matmul(x, weight, out, PRODUCTS["int8"])
 
 
-def matmul_int16(
+def matmul_int24(
     x: torch.Tensor, weight: Weight, dtype: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `x` times the weight's transpose; `x` is rounded to 16 bits per 32 columns."""
-    return _matmul(x, weight, out, PRODUCTS["int16"])
+    """Return `x` times the weight's transpose; `x` is rounded to 24 bits per 32 columns."""
+    return _matmul(x, weight, out, PRODUCTS["int24"])
 
 
 def matmul_f32(

@@ -11,7 +11,9 @@ from headroom.kernels.native import experts, matmul
 from headroom.kernels.native.module import MODULE, POOL
 from headroom.kernels.weight import Weight
 
-MEASURED_TYPES = ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", "f16")
+MEASURED_TYPES = (
+    "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "iq4_nl", "mxfp4", "f16",
+)  # fmt: skip
 SIZE = 4096  # rows and columns of a product
 TOUCHED_BYTES = 512 << 20  # read in one round: more than any cache holds
 EXPERTS, EXPERTS_USED, HIDDEN, WIDTH = 256, 8, 2048, 512  # a layer of Qwen3.5-35B-A3B
@@ -36,7 +38,7 @@ def measure_kernels() -> Iterator[Measured]:
         for products in _RUN if BY_NAME[name].block > 1 else ("f32",):
             speed = product_speed(BY_NAME[name], products)
             yield Measured(f"{name} x {products}, one row", speed, speed / bandwidth)
-    for products in ("int8", "int16"):
+    for products in ("int8", "int24"):
         speed = expert_speed(products)
         yield Measured(f"experts q4_k/q6_k x {products}, one token", speed, speed / bandwidth)
 
@@ -47,7 +49,7 @@ def read_bandwidth() -> float:
     return best_speed(lambda: POOL.ops.read_bytes(data.data_ptr(), len(data)), len(data))
 
 
-_RUN = {"int8": matmul.matmul_int8, "int16": matmul.matmul_int16, "f32": matmul.matmul_f32}
+_RUN = {"int8": matmul.matmul_int8, "int24": matmul.matmul_int24, "f32": matmul.matmul_f32}
 
 
 def product_speed(quant: QuantType, products: str) -> float:
@@ -106,14 +108,14 @@ def expert_speed(products: str, *, tiles: bool = False) -> float:
 def expert_flops() -> float:
     """Return the floating-point operations per second of experts in tiles with eight rows each.
 
-    This is how the CPU computes its share of a prompt: with 16-bit activations.
+    This is how the CPU computes its share of a prompt: with 24-bit activations.
     """
     layer = replace(_layer(PROMPT_ROWS), tiles=True)
     x, weights = torch.randn(PROMPT_ROWS, HIDDEN), torch.rand(PROMPT_ROWS, EXPERTS_USED)
     row, pick = torch.arange(PROMPT_ROWS)[:, None], torch.arange(EXPERTS_USED)
     ids = ((row + pick * EXPERTS_USED) % PROMPT_ROWS).int()  # every expert is picked equally often
     work = 6 * WIDTH * HIDDEN * ids.numel()  # three products, a multiplication and an addition each
-    return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "int16"), work)
+    return 1e9 * best_speed(lambda: experts.experts(x, ids, weights, layer, "silu", "int24"), work)
 
 
 def _layer(count: int) -> experts.PanelTable:

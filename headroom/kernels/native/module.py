@@ -10,7 +10,7 @@ from headroom.kernels.ops import Case
 
 # What the activations of products with packed weights are rounded to, by the number that the C++
 # module has for it (Products in ops.h). Products with plain weights are of floats.
-PRODUCTS = {"f32": 0, "int16": 1, "int8": 2}
+PRODUCTS = {"f32": 0, "int24": 1, "int8": 2}
 
 NAME = "headroom.kernels.native._native"
 

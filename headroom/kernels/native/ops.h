@@ -45,7 +45,7 @@ struct AttentionShape {
 enum class Gate { silu, gelu };
 
 // What the activations of a product with packed weights are rounded to. Plain weights multiply floats.
-enum class Products : int { floats, int16, int8 };
+enum class Products : int { floats, int24, int8 };
 
 // A decoder layer's weights and sizes. The pointers must stay valid as long as the layer is used.
 struct LayerWeights {
@@ -118,8 +118,8 @@ class Ops {
     size_t layer_scratch(const LayerWeights& w, const StepView& step);
 
     // out [tokens, hidden] = sum over each token's experts of weight * down(act(gate x) * up x).
-    // Picks with a negative id are skipped. 16-bit products with GPU tiles round 256 columns together where
-    // the instruction set multiplies with tiles.
+    // Picks with a negative id are skipped. Where the instruction set multiplies with GPU tiles, products
+    // of 24 bits with tiles have 16 bits (WideRecord).
     void experts(const Matrix& gate, const Matrix& up, const Matrix& down, const ExpertWeights* table,
                  int64_t expert_count, const int32_t* ids, const float* weights, int64_t per_token,
                  const float* x, int64_t tokens, Gate act, Products products, float* out, Scratch scratch);
@@ -145,12 +145,12 @@ class Ops {
     void gated(Gate act, const float* gate, const float* up, int64_t count, float* out);
 
   private:
-    enum class Form { floats, int16, int8, wide };  // how the values of a row are represented
+    enum class Form { floats, int24, int8, wide };  // how the values of a row are represented
 
     // Rows of activations in the form that a product reads.
     struct Input {
         Form form;
-        WordRows words;
+        DigitCell* digits;  // [rows, columns / 32]
         QuantisedRows quantised;
         const WideRecord** wide;  // the first record of each row
         FloatRows floats;
@@ -170,7 +170,7 @@ class Ops {
     Input prepare(const float* x, int64_t rows, int64_t columns, Form form, Scratch& scratch);
     static Form form_of(Products products, bool packed) {
         if (!packed || products == Products::floats) return Form::floats;
-        return products == Products::int16 ? Form::int16 : Form::int8;
+        return products == Products::int24 ? Form::int24 : Form::int8;
     }
     void prepare_row(const Input& input, int64_t row);
     void prepare_rows(const Input& input);

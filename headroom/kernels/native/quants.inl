@@ -66,25 +66,6 @@ template <Kind K> struct Unpacker {
         }
     }
 
-    // Unpacks columns 8i .. 8i+7 of a cell to 16 bits: each 32-bit lane is one of the sixteen rows. w[0] and
-    // w[1] have columns 8i and 8i+2, 8i+1 and 8i+3; w[2] and w[3] the same of the next four columns.
-    template <int i> inline void words(const uint8_t* quants, const uint8_t* high, I* w) const {
-        if constexpr (has_plain_nibbles(K)) {
-            const I both = load_bytes(quants + 64 * i);
-            w[0] = nibble_words<0>(both);
-            w[1] = nibble_words<2>(both);
-            w[2] = nibble_words<1>(both);
-            w[3] = nibble_words<3>(both);
-            return;
-        }
-        I bytes[2];
-        eight<i>(quants, high, bytes);
-        for (int t = 0; t < 2; ++t) {
-            w[2 * t] = even_bytes(bytes[t]);
-            w[2 * t + 1] = odd_bytes(bytes[t]);
-        }
-    }
-
     // Unpacks columns 8i .. 8i+7 of a cell: w[0] has the first four columns of the sixteen rows.
     template <int i> inline void eight(const uint8_t* quants, const uint8_t* high, I* w) const {
         if constexpr (K == Q8_0) {
@@ -166,7 +147,7 @@ template <Kind K> inline F load_plain(const uint8_t* p) {
     return load_bf16(p);
 }
 
-template <class T> inline RoundedRows<T> rows_from(RoundedRows<T> x, int64_t row, int64_t columns) {
+inline QuantisedRows rows_from(QuantisedRows x, int64_t row, int64_t columns) {
     return {x.values + row * columns, x.scales + row * (columns / CELL),
             x.sums + row * (columns / 16)};
 }

@@ -1,42 +1,66 @@
-// Operations on single rows: rounding to 8 and 16 bits, sums, norms, gated activations and rotary embedding.
+// Operations on single rows: rounding to 8 and 24 bits, sums, norms, gated activations and rotary embedding.
 
 namespace headroom {
 namespace {
 
-inline void store_rounded(int8_t* to, F x) { store_int8(to, x); }
-inline void store_rounded(int16_t* to, F x) { store_words(to, x); }
+// Returns 0, or NaN if any of 32 values is NaN or infinite: then the result of the row is NaN.
+inline float spoiled(F a, F b) { return sum(fma(a, zero(), mul(b, zero()))); }
+inline float largest_of(F a, F b) { return largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b)))); }
+// The factor that takes values of at most `peak` to whole numbers of at most `most`; always finite.
+inline F inverse_scale(float peak, float most) { return set1(peak > most * 3e-39f ? most / peak : 0); }
 
-// Rounds a row to whole numbers of at most `largest_value`, with one scale per 32 columns.
-template <class T>
-inline void round_row(const float* x, int64_t columns, float largest_value, RoundedRows<T> out) {
-    for (int64_t cell = 0; cell < columns / CELL; ++cell) {
-        const float* from = x + cell * CELL;
-        F a = load(from), b = load(from + 16);
-        const float peak = largest(max(max(a, sub(zero(), a)), max(b, sub(zero(), b))));
-        if (std::isnan(sum(fma(a, zero(), mul(b, zero()))))) {  // after a NaN or inf the result is NaN
-            std::memset(out.values + cell * CELL, 0, CELL * sizeof(T));
-            out.scales[cell] = NAN;
-            out.sums[2 * cell] = out.sums[2 * cell + 1] = 0;
+// Rounds a row to whole numbers of at most 127, with one scale per 32 columns.
+void quantise(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
+    for (int64_t cell = 0; cell < columns / CELL; ++cell, values += CELL, sums += 2) {
+        F a = load(x + cell * CELL), b = load(x + cell * CELL + 16);
+        const float peak = largest_of(a, b);
+        if (std::isnan(spoiled(a, b))) {
+            std::memset(values, 0, CELL);
+            scales[cell] = NAN;
+            sums[0] = sums[1] = 0;
             continue;
         }
-        const float scale = peak / largest_value;
-        const F inverse = set1(peak > largest_value * 3e-39f ? largest_value / peak : 0);  // finite
+        const F inverse = inverse_scale(peak, 127);
         a = round_even(mul(a, inverse));
         b = round_even(mul(b, inverse));
-        store_rounded(out.values + cell * CELL, a);
-        store_rounded(out.values + cell * CELL + 16, b);
-        out.scales[cell] = scale;
-        out.sums[2 * cell] = static_cast<int32_t>(sum(a));  // whole numbers: exact
-        out.sums[2 * cell + 1] = static_cast<int32_t>(sum(b));
+        store_int8(values, a);
+        store_int8(values + 16, b);
+        scales[cell] = peak / 127;
+        sums[0] = static_cast<int32_t>(sum(a));  // whole numbers: exact
+        sums[1] = static_cast<int32_t>(sum(b));
     }
 }
 
-void quantise(const float* x, int64_t columns, int8_t* values, float* scales, int32_t* sums) {
-    round_row<int8_t>(x, columns, 127, {values, scales, sums});
-}
-
-void quantise_words(const float* x, int64_t columns, int16_t* values, float* scales, int32_t* sums) {
-    round_row<int16_t>(x, columns, 32767, {values, scales, sums});
+// Rounds a row to 24 bits, in three signed digits of 8 bits.
+void split(const float* x, int64_t columns, DigitCell* out) {
+    // Three digits hold numbers of up to 8355711. The largest value may become one more than MOST.
+    constexpr float MOST = 127 * 65536;
+    for (int64_t cell = 0; cell < columns / CELL; ++cell, ++out) {
+        const F halves[2] = {load(x + cell * CELL), load(x + cell * CELL + 16)};
+        const float peak = largest_of(halves[0], halves[1]), spoil = spoiled(halves[0], halves[1]);
+        if (std::isnan(spoil)) {
+            std::memset(out, 0, sizeof *out);
+            out->scale = out->total = spoil;
+            continue;
+        }
+        const F inverse = inverse_scale(peak, MOST);
+        out->scale = peak / MOST;
+        for (int h = 0; h < 2; ++h) {
+            // The digits are -128 .. 127. Adding a half before a division makes no quotient end in .5.
+            const F value = round_even(mul(halves[h], inverse));
+            const F first = round_even(mul(add(value, set1(128.5f)), set1(1.0f / 65536)));
+            const F rest = sub(value, mul(first, set1(65536)));
+            const F second = round_even(mul(add(rest, set1(0.5f)), set1(1.0f / 256)));
+            const F third = sub(rest, mul(second, set1(256)));
+            store_int8(out->digits[0] + 16 * h, first);
+            store_int8(out->digits[1] + 16 * h, second);
+            store_int8(out->digits[2] + 16 * h, third);
+            out->high[h] = static_cast<int32_t>(sum(add(mul(first, set1(256)), second)));  // exact
+            out->low[h] = static_cast<int32_t>(sum(third));
+        }
+        const int32_t all = 256 * (out->high[0] + out->high[1]) + out->low[0] + out->low[1];
+        out->total = out->scale * static_cast<float>(all);
+    }
 }
 
 void sum_columns(const float* x, int64_t columns, float* sums) {

@@ -11,13 +11,13 @@ from functools import lru_cache
 
 SCRATCH_ALIGNMENT = 64  # bytes; each buffer begins at a multiple of it (class Scratch, ops.h)
 PARTIAL_KEYS = 256  # keys of one partial result of attention (kernels.h)
-CELL = 32  # columns of a row in 8 or 16 bits that share a scale (panels.h)
-HALF_CELL = 16  # columns whose sum is kept
+CELL = 32  # columns of a row in 8 or 24 bits that share a scale (panels.h)
+DIGIT_CELL_BYTES = 128  # of a cell in 24 bits: digits, scale and sums (DigitCell, kernels.h)
 HEAD_STEP = 16  # partial results have heads of a multiple of so many values (padded_dim, kernels.h)
 # A record of 256 columns of a row in 16 bits, for products with a GPU's tiles (WideRecord,
 # kernels.h): two digits of each value, 32 sums, a scale, and padding.
 WIDE_COLUMNS, WIDE_RECORD_BYTES = 256, 1216
-F32_BYTES, I32_BYTES, I16_BYTES, POINTER_BYTES = 4, 4, 2, 8
+F32_BYTES, I32_BYTES, POINTER_BYTES = 4, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,11 @@ class LayerSizes:
 
 @lru_cache(maxsize=256)  # every product of a step asks
 def matmul_scratch(rows: int, columns: int) -> int:
-    """Return the scratch of a product: its input in 16 bits, with scales and sums of its blocks.
+    """Return the scratch of a product: its input in 24 bits, with scales and sums of its blocks.
 
-    Inputs in 8 bits take less, and those in floats only the sums.
+    Inputs in 8 bits take less, but in three pieces; those in floats only have sums.
     """
-    return (
-        _aligned(I16_BYTES * rows * columns)
-        + _aligned(F32_BYTES * rows * (columns // CELL))
-        + _aligned(I32_BYTES * rows * (columns // HALF_CELL))
-    )
+    return DIGIT_CELL_BYTES * rows * (columns // CELL) + 2 * SCRATCH_ALIGNMENT
 
 
 def layer_scratch(sizes: LayerSizes, rows: int, contexts: Sequence[int]) -> int:
@@ -73,7 +69,7 @@ def experts_scratch(
 ) -> int:
     """Return the scratch of a layer's routed experts, of which each row visits `used`.
 
-    It holds a copy of each row for every expert that the row visits, as f32 and in 16 bits. Of
+    It holds a copy of each row for every expert that the row visits, as f32 and in 24 bits. Of
     experts in a GPU's `tiles` the rows may be in records instead.
     """
     picks = rows * used

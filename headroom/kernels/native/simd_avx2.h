@@ -105,27 +105,42 @@ template <int MOST> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
     return sum;
 }
 #endif
+// Sums of products of four bytes of weights, of at most MOST, and four of activations. Where VNNI is missing
+// they have 16 bits, of which BYTE_RUN fit together before `to_32_bits` makes sums of 32 bits of them; bytes of up
+// to 255 do not fit at all and are multiplied as words (AS_WORDS).
+#if defined(__AVXVNNI__)
+template <int> constexpr bool AS_WORDS = false;
+template <int> constexpr int BYTE_RUN = 8;
+inline I dot_four(I sum, I w, const int8_t* x) {
+    const __m256i four = four_columns(x);
+    return {_mm256_dpbusd_avx_epi32(sum.a, w.a, four), _mm256_dpbusd_avx_epi32(sum.b, w.b, four)};
+}
+inline I to_32_bits(I x) { return x; }
+#else
+template <int MOST> constexpr bool AS_WORDS = MOST == 255;
+template <int MOST> constexpr int BYTE_RUN = MOST > 31 ? 2 : MOST > 15 ? 4 : 8;
+static_assert(8 * 2 * 128 * 15 <= 32767 && 4 * 2 * 128 * 31 <= 32767 && 2 * 2 * 128 * 63 <= 32767);
+inline I dot_four(I sum, I w, const int8_t* x) {
+    const __m256i four = four_columns(x);
+    return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(w.a, four)),
+            _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(w.b, four))};
+}
+inline I to_32_bits(I x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return {_mm256_madd_epi16(x.a, ones), _mm256_madd_epi16(x.b, ones)};
+}
+#endif
+inline I times_256(I x) { return {_mm256_slli_epi32(x.a, 8), _mm256_slli_epi32(x.b, 8)}; }
 // Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
 inline I even_bytes(I x) { return both_and(x, _mm256_set1_epi16(255)); }
 inline I odd_bytes(I x) { return {_mm256_srli_epi16(x.a, 8), _mm256_srli_epi16(x.b, 8)}; }
-// Nibble s of each 16-bit word.
-template <int s> inline I nibble_words(I x) {
-    if constexpr (s > 0) x = {_mm256_srli_epi16(x.a, 4 * s), _mm256_srli_epi16(x.b, 4 * s)};
-    return s == 3 ? x : both_and(x, _mm256_set1_epi16(15));
-}
-inline __m256i dot_words_half(__m256i sum, __m256i w, __m256i x) {
-#if defined(__AVXVNNI__)
-    return _mm256_dpwssd_avx_epi32(sum, w, x);
-#else
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(w, x));
-#endif
-}
 // Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
 inline I dot_words(I sum, I w, const int16_t* x) {
     int32_t two;
     __builtin_memcpy(&two, x, 4);
     const __m256i wide = _mm256_set1_epi32(two);
-    return {dot_words_half(sum.a, w.a, wide), dot_words_half(sum.b, w.b, wide)};
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(w.a, wide)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(w.b, wide))};
 }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 template <int j> inline F byte_to_float(I x) {
@@ -190,13 +205,6 @@ inline void store_int8(int8_t* p, F x) {
     const __m128i bytes =
         _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
-}
-// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
-inline void store_words(int16_t* p, F x) {
-    const __m256i words = _mm256_permute4x64_epi64(
-        _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xD8);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
 }
 inline __m256 bf16_to_float(__m128i words) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));

@@ -49,20 +49,15 @@ template <int> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
     for (int t = 0; t < 4; ++t) sum = dot(sum, w[t], x + 4 * t);
     return sum;
 }
-// Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
-inline I even_bytes(I a) { return {_mm512_and_si512(a.v, _mm512_set1_epi16(255))}; }
-inline I odd_bytes(I a) { return {_mm512_srli_epi16(a.v, 8)}; }
-// Nibble s of each 16-bit word.
-template <int s> inline I nibble_words(I a) {
-    if constexpr (s > 0) a = {_mm512_srli_epi16(a.v, 4 * s)};
-    return s == 3 ? a : I{_mm512_and_si512(a.v, _mm512_set1_epi16(15))};
-}
-// Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
-inline I dot_words(I sum, I w, const int16_t* x) {
-    int32_t two;
-    __builtin_memcpy(&two, x, 4);
-    return {_mm512_dpwssd_epi32(sum.v, w.v, _mm512_set1_epi32(two))};
-}
+// As in simd_avx2.h: sums of products of bytes have 32 bits.
+template <int> constexpr bool AS_WORDS = false;
+template <int> constexpr int BYTE_RUN = 8;
+inline I dot_four(I sum, I w, const int8_t* x) { return dot(sum, w, x); }
+inline I to_32_bits(I a) { return a; }
+inline I even_bytes(I a) { return a; }  // words are never used
+inline I odd_bytes(I a) { return a; }
+inline I dot_words(I sum, I, const int16_t*) { return sum; }
+inline I times_256(I a) { return {_mm512_slli_epi32(a.v, 8)}; }
 inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // The four bytes of each lane as floats.
 inline void bytes_to_floats(I a, F* out) {
@@ -113,12 +108,6 @@ inline void store_half(uint8_t* p, F a) {
 }
 inline void store_int8(int8_t* p, F a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
-}
-// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
-inline void store_words(int16_t* p, F a) {
-    const __m256i words = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xD8), 0xD8));
 }
 inline F load_bf16(const uint8_t* p) {
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

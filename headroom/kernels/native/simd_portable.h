@@ -73,6 +73,15 @@ template <int> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
     for (int t = 0; t < 4; ++t) sum = dot(sum, w[t], x + 4 * t);
     return sum;
 }
+// As in simd_avx2.h. Sums of products of bytes have 32 bits; words are used for the same types.
+template <int MOST> constexpr bool AS_WORDS = MOST == 255;
+template <int> constexpr int BYTE_RUN = 8;
+inline I dot_four(I sum, I w, const int8_t* x) { return dot(sum, w, x); }
+inline I to_32_bits(I a) { return a; }
+inline I times_256(I a) {
+    EACH(16) a.lanes[i] *= 256;
+    return a;
+}
 // Bytes 0 and 2, or 1 and 3, of each lane as two unsigned 16-bit words.
 inline I even_bytes(I a) {
     EACH(32) a.words[i] &= 255;
@@ -80,11 +89,6 @@ inline I even_bytes(I a) {
 }
 inline I odd_bytes(I a) {
     EACH(32) a.words[i] >>= 8;
-    return a;
-}
-// Nibble s of each 16-bit word.
-template <int s> inline I nibble_words(I a) {
-    EACH(32) a.words[i] = a.words[i] >> 4 * s & 15;
     return a;
 }
 // Adds, in each lane, the dot product of two words of `w` and the two values of `x`.
@@ -174,10 +178,6 @@ inline void store_half(uint8_t* p, F a) {
 }
 inline void store_int8(int8_t* p, F a) {
     EACH(16) p[i] = static_cast<int8_t>(a.v[i]);
-}
-// Stores whole numbers as 16-bit values, in the order of WordRows (kernels.h).
-inline void store_words(int16_t* p, F a) {
-    EACH(16) p[i / 4 * 4 + i % 4 / 2 + i % 2 * 2] = static_cast<int16_t>(a.v[i]);
 }
 inline F load_bf16(const uint8_t* p) {
     F f;

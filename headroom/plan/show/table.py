@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headroom.machine.precision import device_precision
+from headroom.options import EXACT_TYPE
 from headroom.plan.layout import DevicePlan, HostPlan
 from headroom.plan.plan import Plan
 from headroom.plan.show.palette import FREE_LETTER, line_looks
@@ -164,10 +165,12 @@ def _map(place: DevicePlan | HostPlan) -> Text:
 def _computed_in(plan: Plan) -> Iterable[str]:
     """Yield the type that each device computes in, and why."""
     for kind, device in zip(plan.problem.kinds, plan.devices, strict=True):
-        policy = device_precision(kind.device)
-        set_by_user = device.settings.compute_type != policy.type
-        why = "set by --dtype" if set_by_user else policy.explained
-        yield f"{device.settings.compute_type} ({why})"
+        policy, computed = device_precision(kind.device), device.settings.compute_type
+        if plan.problem.options.dtype is not None:
+            why = "set by --dtype"
+        else:
+            why = "as exact as f32, and faster" if computed == EXACT_TYPE else policy.explained
+        yield f"{computed} ({why})"
 
 
 def _footer(plan: Plan) -> Iterable[str]:

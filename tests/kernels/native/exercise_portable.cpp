@@ -1,5 +1,5 @@
 // Multiplies random weights of every packed type with the portable kernels, compares with sums in double, and
-// prints the bits of all 16-bit products as one number: they are the same on every instruction set.
+// prints the bits of all 24-bit products as one number: they are the same on every instruction set.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -40,22 +40,20 @@ uint64_t multiply(Kind kind, int64_t rows, int64_t columns, int64_t out) {
     std::vector<float> x(rows * columns), weights(out * columns), result(rows * PANEL_ROWS), sums(rows * columns / 16);
     for (float& value : x) value = (static_cast<float>(next()) - 8388608.0f) / 4194304.0f;
     for (int64_t i = 0; i < out; ++i) unpack_row(w, i, &weights[i * columns]);
-    std::vector<int16_t> words(rows * columns);
+    std::vector<DigitCell> cells(rows * columns / CELL);
     std::vector<int8_t> bytes(rows * columns);
-    std::vector<float> word_scales(rows * columns / CELL), byte_scales(rows * columns / CELL);
-    std::vector<int32_t> word_sums(rows * columns / 16), byte_sums(rows * columns / 16);
+    std::vector<float> byte_scales(rows * columns / CELL);
+    std::vector<int32_t> byte_sums(rows * columns / 16);
     const Kernels& kernels = PORTABLE_KERNELS;
     for (int64_t r = 0; r < rows; ++r) {
-        kernels.quantise_words(&x[r * columns], columns, &words[r * columns], &word_scales[r * columns / CELL],
-                               &word_sums[r * columns / 16]);
+        kernels.split(&x[r * columns], columns, &cells[r * columns / CELL]);
         kernels.quantise(&x[r * columns], columns, &bytes[r * columns], &byte_scales[r * columns / CELL],
                          &byte_sums[r * columns / 16]);
         kernels.sum_columns(&x[r * columns], columns, &sums[r * columns / 16]);
     }
-    // The rounded value of column k: 16-bit values have columns 0, 2, 1, 3 of each four.
-    const auto as_word = [&](int64_t at) {
-        const int64_t k = at % 4, place = at - k + k / 2 + k % 2 * 2;
-        return static_cast<double>(words[place]) * word_scales[at / CELL];
+    const auto as_digits = [&](int64_t at) {
+        const auto digit = [&](int j) { return cells[at / CELL].digits[j][at % CELL]; };
+        return static_cast<double>(digit(0) * 65536 + digit(1) * 256 + digit(2)) * cells[at / CELL].scale;
     };
     const auto as_byte = [&](int64_t at) { return static_cast<double>(bytes[at]) * byte_scales[at / CELL]; };
     const auto as_float = [&](int64_t at) { return static_cast<double>(x[at]); };
@@ -73,8 +71,8 @@ uint64_t multiply(Kind kind, int64_t rows, int64_t columns, int64_t out) {
                     }
             compare(result, wanted, terms);
         };
-        kernels.panel_int16(w, panel, {words.data(), word_scales.data(), word_sums.data()}, rows, result.data());
-        check(as_word);
+        kernels.panel_int24(w, panel, cells.data(), rows, result.data());
+        check(as_digits);
         for (const float& found : result) {
             uint32_t word;
             std::memcpy(&word, &found, 4);

@@ -60,7 +60,7 @@ def test_requests_of_many_steps_are_answered(
                 x, (ids, weights) = torch.randn(rows, HIDDEN), random_choice(rows, EXPERTS, USED)
                 gpu.ask(index, x, ids, weights)
                 found = gpu.answer(rows)
-                wanted = native_experts.experts(x, ids, weights, layer, "silu", "int16")
+                wanted = native_experts.experts(x, ids, weights, layer, "silu", "int24")
                 if not torch.equal(found, wanted):
                     wrong.append((step, index))
             gpu.end_step()
@@ -83,7 +83,7 @@ def test_a_request_without_begin_step_is_answered_too(
         time.sleep(0.001)
     x, (ids, weights) = torch.randn(1, HIDDEN), random_choice(1, EXPERTS, USED)
     gpu.ask(0, x, ids, weights)
-    wanted = native_experts.experts(x, ids, weights, layers[0], "silu", "int16")
+    wanted = native_experts.experts(x, ids, weights, layers[0], "silu", "int24")
     assert torch.equal(gpu.answer(1), wanted)
 
 
