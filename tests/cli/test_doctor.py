@@ -54,7 +54,7 @@ def test_people_read_what_is_missing_and_how_to_get_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run_command(["doctor", "--home", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "missing; headroom pull gets it" in shown
     assert "computes in f32 (CPUs compute in f32, and multiply packed weights in int24)" in shown
 
