@@ -14,7 +14,7 @@ HEADROOM_INLINE F multiply_add(F a, F b, F c) { return add(mul(a, b), c); }
 // The whole-number products of a cell's columns, without its scales: 256 * high + low.
 struct DigitSums { I high, low; };
 
-HEADROOM_INLINE F value_of(const DigitSums& sums) {  // 256 * high is exact: fused or not, the result is the same
+HEADROOM_INLINE F value_of(const DigitSums& sums) {  // 256 * high is exact, so that fma changes nothing
     return fma(to_float(sums.high), set1(256), to_float(sums.low));
 }
 
@@ -79,7 +79,9 @@ template <Kind K, int R> struct ByteSums {
                     sums[r][j] = first ? wide : add_ints(sums[r][j], wide);
                 }
     }
-    HEADROOM_INLINE DigitSums of(int r) const { return {add_ints(times_256(sums[r][0]), sums[r][1]), sums[r][2]}; }
+    HEADROOM_INLINE DigitSums of(int r) const {
+        return {add_ints(times_256(sums[r][0]), sums[r][1]), sums[r][2]};
+    }
 };
 
 // A cell of activations as words: [even or odd columns][16]. The upper two digits are one word.
@@ -90,7 +92,9 @@ struct WordCell {
         int16_t pairs[3][CELL / 2];  // two digits each
         std::memcpy(pairs, x.digits, sizeof pairs);
         for (int i = 0; i < CELL / 2; ++i) {
-            const auto even = [&](int j) { return static_cast<int16_t>(static_cast<uint16_t>(pairs[j][i]) << 8); };
+            const auto even = [&](int j) {
+                return static_cast<int16_t>(static_cast<uint16_t>(pairs[j][i]) << 8);
+            };
             const auto odd = [&](int j) { return static_cast<int16_t>(pairs[j][i] & -256); };
             high[0][i] = static_cast<int16_t>(even(0) + (even(1) >> 8));
             high[1][i] = static_cast<int16_t>(odd(0) + (odd(1) >> 8));
@@ -119,7 +123,9 @@ template <int R> struct WordSums {
             finish(low);
         }
     }
-    HEADROOM_INLINE void add(int t, const I& w, const WordCell* x, int64_t) { add_words(t, even_bytes(w), odd_bytes(w), x); }
+    HEADROOM_INLINE void add(int t, const I& w, const WordCell* x, int64_t) {
+        add_words(t, even_bytes(w), odd_bytes(w), x);
+    }
 };
 
 // One row of activations times one panel: weights go from memory to registers and are used once.

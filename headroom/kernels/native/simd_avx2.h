@@ -106,8 +106,8 @@ template <int MOST> inline I dot_sixteen(I sum, const I* w, const int8_t* x) {
 }
 #endif
 // Sums of products of four bytes of weights, of at most MOST, and four of activations. Where VNNI is missing
-// they have 16 bits, of which BYTE_RUN fit together before `to_32_bits` makes sums of 32 bits of them; bytes of up
-// to 255 do not fit at all and are multiplied as words (AS_WORDS).
+// they have 16 bits, of which BYTE_RUN fit together before `to_32_bits` makes sums of 32 bits of them;
+// bytes of up to 255 do not fit at all and are multiplied as words (AS_WORDS).
 #if defined(__AVXVNNI__)
 template <int> constexpr bool AS_WORDS = false;
 template <int> constexpr int BYTE_RUN = 8;
