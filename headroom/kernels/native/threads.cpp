@@ -13,8 +13,6 @@ namespace {
 
 // How long a worker spins before it sleeps: longer than the gap between two layers.
 constexpr auto SPIN = std::chrono::microseconds(200);
-// How long the caller spins for workers that finish a range before it sleeps: longer than most ranges take.
-constexpr auto PATIENCE = std::chrono::microseconds(50);
 
 constexpr uint64_t OPEN = uint64_t{1} << 31, WORKERS = OPEN - 1;
 
@@ -66,31 +64,11 @@ void ThreadPool::run(Call call, const void* body, int64_t count, int64_t grain) 
     }
     take_ranges();
     round_.fetch_and(~OPEN, std::memory_order_acq_rel);
-    await_workers();
-}
-
-// Returns when no worker is in the round. A worker that takes long has probably lost its core to another
-// program in the middle of a range. The caller then sleeps, so that its own core is free and the system
-// moves the worker there at once; while the caller spins or yields, the worker waits for its turn.
-void ThreadPool::await_workers() {
-    const auto working = [&] { return (round_.load(std::memory_order_seq_cst) & WORKERS) != 0; };
-    const auto until = std::chrono::steady_clock::now() + PATIENCE;
-    for (int spins = 0; working();) {
-        relax();
-        if (++spins % 64 != 0 || std::chrono::steady_clock::now() < until) continue;
-        std::unique_lock<std::mutex> lock(sleep_);
-        waiting_.store(true, std::memory_order_seq_cst);
-        done_.wait(lock, [&] { return !working(); });
-        waiting_.store(false, std::memory_order_relaxed);
+    // If a worker was descheduled in the middle of a range, the caller yields its core to it.
+    for (int spins = 0; round_.load(std::memory_order_acquire) & WORKERS; ++spins) {
+        if (spins < 4096) relax();
+        else std::this_thread::yield();
     }
-}
-
-// Takes this worker out of the round.
-void ThreadPool::leave() {
-    round_.fetch_sub(1, std::memory_order_seq_cst);
-    if (!waiting_.load(std::memory_order_seq_cst)) return;
-    std::lock_guard<std::mutex> lock(sleep_);
-    done_.notify_one();
 }
 
 // Takes ranges until none are left: large ones first, so that a thread reads long runs of memory, and small
@@ -138,7 +116,7 @@ void ThreadPool::work(int index, bool pin) {
         }
         if (!join(seen)) continue;
         take_ranges();
-        leave();
+        round_.fetch_sub(1, std::memory_order_release);
     }
 }
 

@@ -1,5 +1,4 @@
-// ThreadPool: threads that spin between the operations of a step and sleep between requests. Where another
-// program takes a core, the caller gives its own to the worker that lost one.
+// ThreadPool: threads that spin between the operations of a step and sleep between requests.
 #pragma once
 
 #include <atomic>
@@ -51,9 +50,7 @@ class ThreadPool {
 
     void run(Call call, const void* body, int64_t count, int64_t grain);
     void take_ranges();
-    void await_workers();
     bool join(uint64_t& seen);
-    void leave();
     void work(int index, bool pin);
 
     std::vector<std::thread> workers_;
@@ -67,9 +64,9 @@ class ThreadPool {
     // only for the workers that joined.
     alignas(64) std::atomic<uint64_t> round_{0};
     std::atomic<int> asleep_{0};
-    std::atomic<bool> waiting_{false}, stop_{false};  // `waiting_`: the caller sleeps until workers are done
+    std::atomic<bool> stop_{false};
     std::mutex sleep_;
-    std::condition_variable wake_, done_;
+    std::condition_variable wake_;
 };
 
 }  // namespace headroom
