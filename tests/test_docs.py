@@ -14,7 +14,7 @@ MODULE = re.compile(r"`(?:headroom\.)?((?:\w+\.)+\w+)`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # Flags of scripts of this repository, of tools that it runs, and of every command.
 OTHER_FLAGS = {
-    *("--folder", "--seconds", "--flags", "--sm", "--models", "--full", "--card"),
+    *("--folder", "--seconds", "--flags", "--sm", "--models", "--full", "--card", "--minutes"),
     *("--strict", "--check", "--editable", "--dist", "--build"),
     *("--help", "--debug", "--install-completion", "--show-completion"),
     *("--target", "--tag", "--init", "--gpus", "--time", "--rm", "--profile", "--now"),

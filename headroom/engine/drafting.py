@@ -7,6 +7,7 @@ from headroom.engine.request import GenerationRequest
 from headroom.engine.scheduler import Scheduler, Turn
 from headroom.errors import RequestError
 from headroom.layers.draft_network import Asked
+from headroom.options import DRAFT_MODEL
 from headroom.plan.settings import PlanSettings
 from headroom.spec.draft import NO_DRAFT, Draft
 from headroom.spec.drafter import Drafter, TextDrafter
@@ -35,9 +36,10 @@ class Drafting:
         wanted = request.params.draft
         known = "none" if self._drafter is None else self._drafter.name
         if wanted not in (None, "none", known):
+            option = "MODEL, a draft model," if wanted == DRAFT_MODEL else f"{wanted},"
             raise RequestError(
                 f"draft is {wanted!r}, and the engine was started with {known}.",
-                hint=f"Start it with --draft {wanted}, or leave draft out.",
+                hint=f"Start it with --draft {option} or leave draft out.",
                 param="draft",
             )
 

@@ -345,7 +345,7 @@ class Engine:
             if not turn.rows:
                 self._draw_first(turn.sequence)
         started, generated = time.perf_counter(), self._counters.generated_tokens
-        turns = self._drafting.add_guesses([turn for turn in turns if turn.rows], self._scheduler)
+        turns = self._with_guesses([turn for turn in turns if turn.rows])
         launched = self._launch(turns, ahead=parts == 1) if turns else None
         if launched is None:
             if self._unread:
@@ -448,6 +448,16 @@ class Engine:
                 self._use_picks(sequence)
                 self._prefixes.start(sequence)
                 sequence.starting = False
+
+    def _with_guesses(self, turns: list[Turn]) -> list[Turn]:
+        """Return turns with guesses, or without any if guessing failed: no answer needs them."""
+        try:
+            return self._drafting.add_guesses(turns, self._scheduler)
+        except Exception as error:
+            if lost := self._pipeline.lost():
+                raise DeviceError(lost) from error
+            log.warning("draft: guessing failed, and the step has no guesses: %s", _named(error))
+            return turns
 
     def _use_picks(self, sequence: Sequence) -> None:
         """Exchange experts by the picks of a conversation that goes on, if no other one runs."""

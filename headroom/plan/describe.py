@@ -1,11 +1,12 @@
 """describe(): the family, configuration and shape of a checkpoint, without its weights."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from reprlib import repr as short
 
 from headroom.errors import ModelError
-from headroom.families.config import AttentionConfig, DeltaNetConfig, ModelConfig
+from headroom.families.config import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig
 from headroom.families.family import ANY, USUAL, Family
 from headroom.families.registry import FAMILIES, RUNNABLE, read_dims
 from headroom.formats.checkpoint import Checkpoint
@@ -38,12 +39,12 @@ def describe(checkpoint: Checkpoint) -> ModelDescription:
             hint=f"Supported: {', '.join(RUNNABLE)}.",
         )
     refuse_unknown_settings(checkpoint, family)
-    _check_value_length(checkpoint)
+    check_value_length(checkpoint)
     header = checkpoint.header
     dims = read_dims(header)
     shape = header_shape(header, dims=dims)
     config = family.read_config(header, dims)
-    _check_attention(checkpoint, config)
+    check_attention(checkpoint, config.layers)
     _check_states(checkpoint, config)
     if dims.mtp_refused:
         log.info("describe: the prediction head (MTP) is not used: %s", dims.mtp_refused)
@@ -66,7 +67,7 @@ def refuse_unknown_settings(checkpoint: Checkpoint, family: Family) -> None:
         )
 
 
-def _check_value_length(checkpoint: Checkpoint) -> None:
+def check_value_length(checkpoint: Checkpoint) -> None:
     """Refuse heads whose values are not as long as their keys: no kernel supports them."""
     metadata = checkpoint.metadata
     for end in ("", "_swa"):
@@ -80,9 +81,9 @@ def _check_value_length(checkpoint: Checkpoint) -> None:
                 )
 
 
-def _check_attention(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_attention(checkpoint: Checkpoint, layers: Sequence[LayerConfig]) -> None:
     """Refuse impossible sizes of heads and rotations before anything is allocated by them."""
-    mixers = [layer.mixer for layer in config.layers]
+    mixers = [layer.mixer for layer in layers]
     for attention in (mixer for mixer in mixers if isinstance(mixer, AttentionConfig)):
         if attention.heads % attention.kv_heads:
             raise ModelError(

@@ -10,7 +10,11 @@ from headroom.families.config import DraftConfig
 from headroom.families.registry import FAMILIES, KNOWN, is_known, read_dims
 from headroom.formats.checkpoint import Checkpoint
 from headroom.formats.header import ModelHeader
-from headroom.plan.describe import refuse_unknown_settings
+from headroom.plan.describe import (
+    check_attention,
+    check_value_length,
+    refuse_unknown_settings,
+)
 from headroom.plan.known import known_shape
 from headroom.plan.shape import ModelShape
 from headroom.plan.sources import header_shape, open_source
@@ -36,6 +40,8 @@ def describe_draft(checkpoint: Checkpoint, target: ModelShape) -> DraftDescripti
     """Read a draft's settings, and check them against its tensors and the target."""
     config, shape = _read(checkpoint.header, target)
     refuse_unknown_settings(checkpoint, FAMILIES[checkpoint.architecture])
+    check_value_length(checkpoint)
+    check_attention(checkpoint, config.layers)
     return DraftDescription(checkpoint, config, shape)
 
 

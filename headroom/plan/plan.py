@@ -703,6 +703,10 @@ def _refusal(problem: PlanProblem, ranges: Ranges, weights: str) -> DoesNotFitEr
 def _nearest(problem: PlanProblem, ranges: Ranges, weights: str) -> Iterable[str]:
     """Yield the flags that make it fit: one setting changed, then all of them."""
     options = problem.options
+    if options.draft == MTP:
+        plain = replace(problem, options=replace(options, draft="none"))
+        if plain.solve(ranges, weights):
+            yield "--draft none"
     looser = {
         "--chunk": replace(ranges, chunks=chunk_choices(ranges.chunks[0])),
         "--cache-tokens": replace(ranges, cache_pages=None, cache_may_shrink=True),

@@ -233,11 +233,11 @@ def test_fewer_sequences_are_measured_where_not_all_fit(
 ) -> None:
     shape, tried, most = describe(open_checkpoint(written(tmp_path, "qwen3", 1))).shape, [], 3
 
-    def plan(shape: ModelShape, options: Options) -> Plan:
+    def plan(shape: ModelShape, options: Options, draft: ModelShape | None) -> Plan:
         tried.append(options.parallel)
         if (options.parallel or 0) > most:
             raise PlanError(f"{options.parallel} do not fit.")
-        return make_run_plan(shape, options)
+        return make_run_plan(shape, options, draft=draft)
 
     monkeypatch.setattr(run, "make_run_plan", plan)
     wanted = replace(SMALL, batches=(1, 2, 4, 8))
@@ -318,7 +318,7 @@ def test_the_device_is_the_one_that_a_run_would_choose(
 ) -> None:
     shape, asked = describe(open_checkpoint(tiny_path)).shape, []
 
-    def chosen(shape: object, options: Options) -> SimpleNamespace:
+    def chosen(shape: object, options: Options, draft: object) -> SimpleNamespace:
         asked.append(options.device)
         return SimpleNamespace(
             devices=[SimpleNamespace(name="cuda:1"), SimpleNamespace(name="cuda:0")]

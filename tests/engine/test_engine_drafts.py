@@ -19,6 +19,7 @@ from headroom.llm import LLM
 from headroom.options import Options
 from headroom.plan.describe import describe
 from headroom.plan.plan import make_plan
+from headroom.spec.draft import Draft
 from headroom.text.conversation import OutputFormat
 from tests.plan.shapes import gpu, host
 from tests.scripted import ScriptedDrafter
@@ -308,6 +309,23 @@ def test_rules_that_fail_within_a_draft_end_only_their_own_answer(model: Path, p
     found = [events.get_nowait() for _ in range(6)]
     assert tokens_of(found) == whole[:5]
     assert (found[-1].finish_reason, found[-1].error) == ("error", "ValueError: out of rules")
+
+
+def test_a_step_goes_on_without_guesses_if_guessing_fails(
+    model: Path, plain: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(ScriptedDrafter):
+        def guess(self, tokens: Sequence[int], most: int) -> Draft:
+            if len(tokens) % 2:
+                raise MemoryError("no room for guesses")
+            return super().guess(tokens, most)
+
+    prompt = list(range(200, 212))
+    wanted = plain.generate([prompt], PARAMS)[0].token_ids
+    with drafting(model, Failing([[*prompt, *wanted]], 1.0)) as llm:
+        assert llm.generate([prompt], PARAMS)[0].token_ids == wanted
+        assert llm.engine.stats().accepted_tokens > 0
+    assert "guessing failed, and the step has no guesses: MemoryError: no room" in caplog.text
 
 
 def test_a_request_may_do_without_guesses_and_may_not_ask_for_unknown_ones(

@@ -69,7 +69,7 @@ def all_hot(store: DecodeStore, x: torch.Tensor, picks: Picks) -> torch.Tensor:
     """What a GPU says that holds every expert, but for its rounding: its kernels are slow here."""
     shapes = [(WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
     table = PanelTable(store.tiles.addresses, store.kinds, shapes, store.blobs, tiles=True)
-    return x + native_experts.experts(x, *picks, table, "silu", "int16")
+    return x + native_experts.experts(x, *picks, table, "silu", "int24")
 
 
 def run_layer(

@@ -34,7 +34,8 @@ def test_every_case_that_is_not_refused_is_in_one_group(of_a_gpu: list[Kernel]) 
     )
     assert set(found.values()) == {1}
     triton = {case for kernel, dtype, case in found if "triton" in kernel and dtype == "f32"}
-    assert triton == set(cases)
+    # Biases of experts and sinks of attention have no kernel for a GPU yet.
+    assert triton == {x for x in cases if not (x.case.biases or x.case.sinks)}
     for kernel in of_a_gpu:
         for sized in (sized for sized in cases if sized.op == kernel.op):
             taken = any((str(kernel), dtype, sized) in found for dtype in ("f32", "bf16", "f16"))

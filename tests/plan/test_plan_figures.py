@@ -203,7 +203,7 @@ def figures(plan: Plan) -> list[str]:
                 "cpu embeddings 606076928 262144 2816",
                 "cpu kv 3292528640 5 256 64 25 100 32 32",
                 "cpu staging 17436672 3 516 2816 32",
-                "cpu workspace 92665920 516 66.6 88.4",
+                "cpu workspace 116278336 516 79.4 110.9",
                 "cpu snapshots 2680160256 6",
                 "cpu logits 4194304 4 262144 32",
                 "cpu runtime 268435456",

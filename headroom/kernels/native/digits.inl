@@ -1,7 +1,7 @@
 // Products of 24-bit activations with panels: exact whole-number sums of 32 columns (Q6_K: 16), then scales.
 //
-// The only rounding of activations is that to 24 bits, at most 2^-24 of the largest of 32 values: as good as
-// float32. A value is three signed bytes (DigitCell), so that instructions for products of bytes compute its
+// The only rounding of activations is that to 24 bits, less than 2^-22 of the largest of 32 values: about that
+// of float32. A value is three signed bytes (DigitCell), so that instructions for products of bytes compute its
 // products exactly. Scales are applied by multiplications and additions that are not fused, in one order: all
 // instruction sets give the same bits, however many rows share a call.
 

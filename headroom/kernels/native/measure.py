@@ -108,7 +108,8 @@ def expert_speed(products: str, *, tiles: bool = False) -> float:
 def expert_flops() -> float:
     """Return the floating-point operations per second of experts in tiles with eight rows each.
 
-    This is how the CPU computes its share of a prompt: with 24-bit activations.
+    This is how the CPU computes its share of a prompt: with activations of 24 bits, or of 16 with
+    AVX-512.
     """
     layer = replace(_layer(PROMPT_ROWS), tiles=True)
     x, weights = torch.randn(PROMPT_ROWS, HIDDEN), torch.rand(PROMPT_ROWS, EXPERTS_USED)

@@ -75,7 +75,7 @@ def _native_layer(sizes: scratch.LayerSizes, settings: PlanSettings) -> Iterator
         yield Term((rows, Factor(width, "value"), wide), f"of {what}", "f32")
     inputs = (sizes.hidden, sizes.hidden, sizes.queries, sizes.ffn_width)
     for width, times in Counter(inputs).items():
-        yield _in_16_bits(settings.rows, width, times)
+        yield _in_24_bits(settings.rows, width, times)
     partial = scratch.partial_scratch(sizes, settings.context)
     sequences = Factor(settings.parallel, "sequence")
     yield Term((sequences, Factor(partial, "byte")), "of attention's partial results")
@@ -89,14 +89,14 @@ def _native_experts(hidden: int, layer: LayerShape, settings: PlanSettings) -> I
     inner = (rows, used, Factor(layer.expert_width, "value"), wide)
     yield Term(inner, "of what is between up and down", "f32")
     picks = settings.rows * layer.experts_used
-    yield _in_16_bits(picks, hidden, 1)
-    yield _in_16_bits(picks, layer.expert_width, 1)
+    yield _in_24_bits(picks, hidden, 1)
+    yield _in_24_bits(picks, layer.expert_width, 1)
     orders = layer.experts + 1 + 2 * picks
     yield Term((Factor(orders, "value"), Factor(scratch.I32_BYTES, "byte")), "of orders of picks")
 
 
-def _in_16_bits(rows: int, width: int, times: int) -> Term:
+def _in_24_bits(rows: int, width: int, times: int) -> Term:
     size = Factor(scratch.matmul_scratch(rows, width), "byte")
     factors = (Factor(times, "input"), size) if times > 1 else (size,)
-    note = f"{rows:,} rows x {width:,} values, with a scale for 32 values and a sum for 16"
-    return Term(factors, "of inputs in 16 bits" if times > 1 else "of an input in 16 bits", note)
+    note = f"{rows:,} rows x {width:,} values, with a scale and sums for 32 values"
+    return Term(factors, "of inputs in 24 bits" if times > 1 else "of an input in 24 bits", note)

@@ -18,14 +18,13 @@ def test_the_scratch_of_a_step_is_given_buffer_by_buffer() -> None:
     plan = make_plan([smollm2()], [native], Options(parallel=4, chunk=512, threads=2))
     rows = explain_line(plan, "workspace").splitlines()[1:]
     assert plan.settings.rows == 516
-    in_16_bits = 2 * 576 + 576 // 32 * 4 + 576 // 16 * 4  # of a row: values, scales, sums
+    in_24_bits = 576 // 32 * 128  # of a row: digits, a scale and sums of every 32 columns
     assert rows[:2] == [
         "    516 rows x 576 values x 4 bytes = 1,188,864 bytes of normed rows (f32)",
         "    516 rows x 576 values x 4 bytes = 1,188,864 bytes of queries (f32)",
     ]
-    # Each of the three parts of an input begins at a multiple of 64.
-    inputs = next(row for row in rows if "inputs in 16 bits" in row)
-    assert 0 <= number(inputs.split()[3]) - 516 * in_16_bits < 3 * 64
+    inputs = next(row for row in rows if "inputs in 24 bits" in row)
+    assert number(inputs.split()[3]) == 516 * in_24_bits + 2 * 64  # and room to align it
     assert rows[-1].startswith("    together ")
 
 
