@@ -113,6 +113,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="headroom-engine", daemon=True)
         self._thread.start()
         pressure = self._prefixes.host_pressure
+        self._looked: Future[None] | None = None  # the last look at host memory
         self._host_watch = HostWatch(self._look_at_host) if pressure.watches else None
         # Python would end the thread in the midst of a step, which aborts the whole process.
         atexit.register(self.close)
@@ -207,18 +208,25 @@ class Engine:
 
     def _look_at_host(self, room: HostRoom) -> None:
         """Give up kept prefixes after the step under way if host memory is short."""
+        if self._looked is not None and not self._looked.done():
+            return  # what is known now may be old when the step under way has ended
         pressure = self._prefixes.host_pressure
         if pressure.concerns(room):
             with contextlib.suppress(CapacityError):  # the engine is closing
-                self._between_steps(lambda: pressure.look(room))
+                self._looked = self._between_steps(lambda: pressure.look(room))
 
     def _between_steps(self, work: Callable[[], T]) -> "Future[T]":
         """Let the engine's thread do something between two steps."""
         asked: Future[T] = Future()
 
         def run() -> None:
-            if asked.set_running_or_notify_cancel():
+            if not asked.set_running_or_notify_cancel():
+                return
+            try:
                 asked.set_result(work())
+            except Exception as error:
+                log.exception("engine: what was asked for between two steps failed")
+                asked.set_exception(error)
 
         with self._changed:
             if self._closing:

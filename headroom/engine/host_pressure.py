@@ -36,6 +36,7 @@ class HostPressure:
         self._cache, self._mover = cache, mover
         self._kinds = {"pages": tier.pages_bytes, "snapshots": tier.snapshots_bytes}
         self._given: list[str] = []  # the kinds that are given up now
+        self._closing = False  # a kind takes no more, but something still uses its memory
         self._told = False  # that there is nothing more to give up
 
     @property
@@ -45,7 +46,8 @@ class HostPressure:
 
     def concerns(self, room: HostRoom) -> bool:
         """Return whether `look` may have anything to do; any thread may ask."""
-        return room.available_bytes < _least_bytes(room) or bool(self._given)
+        short = room.available_bytes < _least_bytes(room)
+        return short or self._closing or bool(self._given)
 
     def look(self, room: HostRoom) -> None:
         """Give up one kind if host memory is short; take all back if it would not be short then."""
@@ -53,8 +55,8 @@ class HostPressure:
         given = sum(self._kinds[kind] for kind in self._given)
         if room.available_bytes < least:
             self._give_up(room, least)
-        elif self._given and room.available_bytes - given >= 2 * least:
-            self._given, self._told = [], False
+        elif (self._given or self._closing) and room.available_bytes - given >= 2 * least:
+            self._given, self._closing, self._told = [], False, False
             self._cache.open_host()
             log.info(
                 "pressure: %s of %s of host memory are free; prefixes are kept there again",
@@ -74,8 +76,9 @@ class HostPressure:
             self._told = True
             return
         kind = left[0]
-        if not self._cache.close_host(snapshots=kind == "snapshots"):
-            return  # sequences that run still need some of it
+        self._closing = not self._cache.close_host(snapshots=kind == "snapshots")
+        if self._closing:
+            return  # sequences that run, or files that are written, still need some of it
         if kind == "pages":
             self._mover.drop_host_pages()
         else:

@@ -58,7 +58,7 @@ _BLOCK = 32  # values that share a scale in blocks of whole numbers and of MXFP4
 _NVFP4_GROUP = 16
 _FP8_BLOCK = (128, 128)  # where the settings do not say
 _SCALE_TYPES = (F16, BF16, F32)
-# Which row of eight each nibble of an AWQ word belongs to, by row.
+# Which nibble of an AWQ word holds each of its eight rows.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 Settings = Mapping[str, Any]
@@ -276,6 +276,8 @@ def _packed_integers(module: _Module, settings: Settings) -> _Joined:
         raise module.wrong(".weight_packed", f"has {bits!r} bits")
     rows, groups = packed.shape[0], scale.shape[1]
     group = size if isinstance(size, int) and size > 0 else 0  # 0: all columns
+    if groups > 1 and not group:
+        raise module.wrong(".weight_scale", f"is {list(scale.shape)}")
     columns = groups * group if group and groups > 1 else packed.shape[1] * 32 // bits
     if packed.shape != (rows, -(-columns * bits // 32)) or scale.shape[0] != rows:
         raise module.wrong(".weight_packed", f"is {list(packed.shape)}")
@@ -290,7 +292,7 @@ def _packed_integers(module: _Module, settings: Settings) -> _Joined:
         module,
         (rows, columns),
         bits,
-        group or columns,
+        group if groups > 1 else columns,
         codes=lambda: _fields(packed, bits)[:, :columns],
         scales=lambda: read_scales(scale),
         zeros=None if zero is None else lambda: _fields(zero, bits, down=True)[:, :rows].T,
@@ -500,15 +502,16 @@ def _weight_settings(module: _Module, settings: Settings) -> Settings:
         if not isinstance(weights, Mapping):
             continue
         targets = group.get("targets")
-        for target in targets if isinstance(targets, list) else ():
-            if _names(str(target), module):
-                return weights
-        found = found or weights
+        targets = targets if isinstance(targets, list) else []
+        if any(_names(str(target), module) for target in targets):
+            return weights
+        if not found or "Linear" in targets:
+            found = weights
     return found
 
 
 def _names(target: str, module: _Module) -> bool:
-    """Whether a target of settings means a module by its name; "Linear" means all."""
+    """Whether a target of settings means a module by its name; a class as "Linear" does not."""
     if not target.startswith("re:"):
         return target == module.name
     try:

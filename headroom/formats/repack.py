@@ -1,7 +1,8 @@
 """Repacking: codes and scales of quantised safetensors, rewritten as GGUF's blocks or as floats.
 
 No function here changes a value: blocks hold the same codes and scales in another order, and
-floats are the product of a code and its scale, rounded once.
+floats are the product of a code and its scale, in float32 (NVFP4: of a code and the product of its
+two scales).
 """
 
 from typing import TYPE_CHECKING, Any

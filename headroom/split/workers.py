@@ -319,7 +319,8 @@ class Workers:
             worker = self._workers[number]
             self._asked += 1
             asked = self._asked
-        self.expect(_told_by(header["type"], number), asked, rows)
+            # Under the same lock: a restart forgets all questions.
+            self._wanted[_told_by(header["type"], number), asked] = rows
         assert worker.connection is not None
         try:
             worker.connection.send(header | {"ask": asked})

@@ -134,6 +134,35 @@ def test_memory_in_use_is_given_up_when_its_last_user_has_gone() -> None:
     assert cache.take_snapshot_slot() is not None
 
 
+def test_a_tier_that_was_only_closed_is_opened_again_when_there_is_room() -> None:
+    mover = Noted()
+    cache = PrefixCache(PagePool(8), 4, 2, HostPages(0, lambda page, slot: None))
+    pressure = HostPressure(cache, mover, HostTier(0, 50))  # type: ignore[arg-type]
+    short, roomy = HostRoom(GIB, MIB), HostRoom(GIB, GIB // 2)
+    slot = cache.take_snapshot_slot()
+    assert slot is not None
+    pressure.look(short)
+    assert mover.dropped == []
+    assert pressure.concerns(roomy)
+    cache.give_back_snapshot_slot(slot)
+    pressure.look(roomy)
+    assert mover.dropped == []
+    assert cache.take_snapshot_slot() is not None
+    assert not pressure.concerns(roomy)
+
+
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+def test_a_call_between_steps_that_fails_ends_no_request(checkpoint: Checkpoint) -> None:
+    def fail() -> None:
+        raise OSError("madvise failed")
+
+    asker = Asker(checkpoint)
+    with pytest.raises(OSError, match="madvise"):
+        asker.engine._between_steps(fail).result(timeout=20)
+    assert asker.ask(PROMPT).tokens
+    asker.engine.close()
+
+
 def test_nothing_is_watched_where_host_memory_keeps_nothing() -> None:
     cache = PrefixCache(PagePool(8), 4)
     assert not HostPressure(cache, Noted(), HostTier(0, 0)).watches  # type: ignore[arg-type]

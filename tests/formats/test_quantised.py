@@ -185,13 +185,28 @@ def test_other_tensors_stay_and_scales_of_activations_go(tmp_path: Path) -> None
     assert {info.name for info in joined} == {NAME + ".weight", NAME + ".norm.weight"}
 
 
-def test_targets_of_settings_choose_the_bits_of_a_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [False, True])
+def test_targets_of_settings_choose_the_bits_of_a_module(tmp_path: Path, first: bool) -> None:
     settings = compressed(4, "group", "int", 32)
-    eights = {"num_bits": 8, "group_size": 32}
-    settings["config_groups"]["group_1"] = {"targets": ["re:.*up_proj"], "weights": eights}
+    special = {"targets": ["re:.*up_proj"], "weights": {"num_bits": 8, "group_size": 32}}
+    groups = list(settings["config_groups"].values())
+    groups = [special, *groups] if first else [*groups, special]
+    settings["config_groups"] = {f"group_{at}": group for at, group in enumerate(groups)}
     quantised = packed(8, 32, torch.float16)(random_weight())
     found = join(quantised.parts, settings, tmp_path)
     assert torch.equal(values(found).view(64, 128), quantised.values)
+    special["targets"] = ["re:.*down_proj"]  # the module is one of all others
+    quantised = packed(4, 32, torch.float16)(random_weight())
+    found = join(quantised.parts, settings, tmp_path)
+    assert torch.equal(values(found).view(64, 128), quantised.values)
+
+
+def test_scales_of_several_groups_need_the_size_of_a_group(tmp_path: Path) -> None:
+    settings = compressed(4, "group", "int", 32)
+    del settings["config_groups"]["group_0"]["weights"]["group_size"]
+    quantised = packed(4, 32, torch.float16)(random_weight())
+    with pytest.raises(FormatError, match=r"weight_scale is \[64, 4\]"):
+        join(quantised.parts, settings, tmp_path)
 
 
 def without(quantised: Quantised, end: str) -> dict[str, torch.Tensor]:
