@@ -14,11 +14,14 @@ QUESTION ?= Why is the sky blue? Answer in two sentences.
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests of arithmetic on a CPU: kernels, layers, experts on every path, families against transformers,
-# the engine's answers. Tests of experts that only move bytes are left out.
+# the engine's answers. Tests that only move bytes or schedule are left out, and those of CUDA sources
+# that are built for the CPU.
 NUMERICAL := $(filter-out tests/kernels/test_triton% %/test_module_build.py, \
 	$(wildcard tests/kernels/test_*.py tests/kernels/native/test_*.py tests/kernels/reference/test_*.py)) \
-	$(wildcard tests/families/test_*.py) tests/engine tests/layers \
-	$(addprefix tests/experts/test_,cold.py cuda_ffn.py decode.py ffn.py prefill.py prefill_counted.py)
+	$(wildcard tests/families/test_*.py) $(filter-out %/test_cuda_block.py,$(wildcard tests/layers/test_*.py)) \
+	$(addprefix tests/engine/test_,engine.py engine_drafts.py engine_mtp.py engine_states.py pooling.py \
+	prefixes.py sampler.py scheduler_exact.py) \
+	$(addprefix tests/experts/test_,decode.py ffn.py prefill.py prefill_counted.py)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .PHONY: help setup demo test numerical arm mutants serve lint format clean

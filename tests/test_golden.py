@@ -23,7 +23,7 @@ ROUNDING = {"int8": 0.05, "int24": 2e-5}
 
 
 # Types that choose transformers' tokens; without the C++ module there is one.
-CHOOSING = ["f32", "int24"] if MODULE else ["f32"]
+CHOOSING = [pytest.param("f32", marks=pytest.mark.slow), "int24"] if MODULE else ["f32"]
 
 
 @pytest.fixture(scope="module", params=CHOOSING)

@@ -40,6 +40,7 @@ def perplexity(checkpoint: Checkpoint, tokens: list[int], dtype: str) -> float:
     return math.exp(total / count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(MODULE is None, reason="the C++ module was not built")
 def test_8_bit_activations_change_perplexity_by_less_than_half_a_percent(
     smollm2_path: Path,
